@@ -1,0 +1,53 @@
+"""One converted layer, in DeepSeek-V2's symbols."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mla_convert.spec import MLAShape
+
+
+@dataclass(frozen=True)
+class MLAWeights:
+    """The attention of one layer as MLA (DeepSeek-V2, section 2.1.2), queries uncompressed.
+
+    With x [D] the layer's normalised input: c_kv = w_dkv x + b_dkv, k_rope = RoPE(w_kr x + b_kr), head i scores
+    (w_uq_i x + b_uq_i)·(w_uk_i c_kv) + RoPE(w_qr_i x + b_qr_i)·k_rope, times the source's softmax scale, and reads
+    w_uv_i c_kv. The R rotary dims are R/2 real parts, then R/2 imaginary parts (rotate-half order).
+
+    Attributes:
+        inv_freq: the R/2 angular frequencies of the slots, radians a position.
+    """
+
+    w_dkv: Float[Tensor, "C D"]
+    w_kr: Float[Tensor, "R D"]
+    w_uk: Float[Tensor, "H N C"]
+    w_uv: Float[Tensor, "H V C"]
+    w_uq: Float[Tensor, "H N D"]
+    w_qr: Float[Tensor, "H R D"]
+    w_o: Float[Tensor, "D H V"]
+    inv_freq: tuple[float, ...]
+    b_dkv: Float[Tensor, " C"] | None = None
+    b_kr: Float[Tensor, " R"] | None = None
+    b_uq: Float[Tensor, "H N"] | None = None
+    b_qr: Float[Tensor, "H R"] | None = None
+    b_o: Float[Tensor, " D"] | None = None
+
+    @property
+    def shape(self) -> MLAShape:
+        """C, R, N and V."""
+        return MLAShape(
+            kv_rank=self.w_dkv.shape[0],
+            rope_dim=self.w_kr.shape[0],
+            nope_dim=self.w_uk.shape[1],
+            value_dim=self.w_uv.shape[1],
+        )
+
+    def to(self, dtype: torch.dtype) -> MLAWeights:
+        """The same layer with every tensor in `dtype`."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "inv_freq"}
+        return replace(self, **{name: t.to(dtype) for name, t in tensors.items() if t is not None})
