@@ -1,0 +1,108 @@
+"""An output folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mla_convert.errors import OutputError
+
+RECORD_NAME = "conversion.json"
+
+_DISK_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG})
+
+
+def check_output(out: Path, *, overwrite: bool) -> None:
+    """Check that :func:`staged_folder` may write ``out``, before any work is done.
+
+    Raises:
+        OutputError: ``out`` exists and may not be replaced: without ``overwrite`` anything that exists; with it
+            anything but an empty folder or one that holds a ``conversion.json``.
+    """
+    if not os.path.lexists(out):
+        return
+    if not out.is_dir():
+        raise OutputError(f"{out} exists and is not a folder", "choose another output folder")
+    if not overwrite:
+        raise OutputError(f"the output folder {out} exists", "choose another folder, or pass --overwrite to replace it")
+    if not (out / RECORD_NAME).is_file() and any(out.iterdir()):
+        raise OutputError(
+            f"{out} holds files but no {RECORD_NAME}, so it was not written by mla-convert and is not replaced",
+            "choose another output folder, or remove this one by hand",
+        )
+
+
+@contextmanager
+def staged_folder(out: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield an empty folder beside ``out`` that becomes ``out`` when the block succeeds and vanishes when it fails.
+
+    Missing parent folders are created, and removed again on failure. An ``out`` that is replaced stays untouched until
+    the new folder is whole; it is moved aside first and moved back when the new one cannot take its place.
+
+    Raises:
+        OutputError: ``out`` may not be written (see :func:`check_output`), its parent is not writable, or the block
+            raised an OSError that tells of a full, failing or read-only disk.
+    """
+    check_output(out, overwrite=overwrite)
+    target = Path(os.path.realpath(out))
+    staged = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    missing_parents = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
+    try:
+        staged.mkdir(parents=True)
+    except OSError as error:
+        _discard(staged, missing_parents)
+        raise OutputError(
+            f"cannot create the output folder {out}: {error.strerror or error}", "choose a folder you may write to"
+        ) from error
+    try:
+        yield staged
+        check_output(out, overwrite=overwrite)
+        _swap(staged, target)
+    except OSError as error:
+        _discard(staged, missing_parents)
+        if error.errno not in _DISK_FAILURES:
+            raise
+        raise OutputError(
+            f"cannot write the output folder {out}: {error.strerror or error}",
+            "free some disk space or choose another output folder; nothing was left behind",
+        ) from error
+    except BaseException:
+        _discard(staged, missing_parents)
+        raise
+
+
+def _swap(staged: Path, target: Path) -> None:
+    """Rename ``staged`` to ``target``; a ``target`` that exists is moved aside first and deleted last.
+
+    Raises:
+        OutputError: a rename failed; ``target`` is what it was.
+    """
+    aside = staged.with_name(staged.name.replace(".partial-", ".replaced-"))
+    moved = False
+    try:
+        if target.exists():
+            target.rename(aside)
+            moved = True
+        staged.rename(target)
+    except OSError as error:
+        if moved:
+            aside.rename(target)
+        raise OutputError(
+            f"cannot move the finished folder to {target}: {error.strerror or error}",
+            "choose another output folder; a mount point, for example, cannot be replaced",
+        ) from error
+    if moved:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _discard(staged: Path, missing_parents: list[Path]) -> None:
+    """Remove the staged folder and those of its parents that did not exist before, as far as they are empty."""
+    shutil.rmtree(staged, ignore_errors=True)
+    for folder in missing_parents:
+        with suppress(OSError):
+            folder.rmdir()

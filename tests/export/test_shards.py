@@ -1,0 +1,139 @@
+"""The shard writer: what is written loads back equal, in shards of the size asked for, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from mla_convert.errors import OutputError, UsageError
+from mla_convert.export import shards
+from mla_convert.export.shards import ShardWriter, parse_size
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (4, 5), "b": (3,), "big": (40, 10), "c": (7, 2), "scalar": ()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def _load_all(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("5GB", 5 * 10**9), ("200MB", 2 * 10**8), ("512MiB", 2**29), ("1.5 kb", 1500), ("77", 77), (77, 77)],
+)
+def test_sizes(text: int | str, expected: int) -> None:
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5XB", "-1GB", "0", 0, "five", "1e3", "nan"])
+def test_bad_sizes_are_usage_errors(text: int | str) -> None:
+    with pytest.raises(UsageError, match="shard size"):
+        parse_size(text)
+
+
+def test_single_shard_has_the_plain_name_and_no_index(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path, "1GB") as writer:
+        for name, tensor in _tensors().items():
+            writer.add(name, tensor)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    torch.testing.assert_close(_load_all(tmp_path), _tensors(), rtol=0, atol=0)
+
+
+def test_tiny_shards_load_back_equal_and_respect_the_size(tmp_path: Path) -> None:
+    limit = 150
+    with ShardWriter(tmp_path, limit) as writer:
+        for name, tensor in _tensors().items():
+            writer.add(name, tensor)
+    torch.testing.assert_close(_load_all(tmp_path), _tensors(), rtol=0, atol=0)
+
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in _tensors().values())
+    assert set(index["weight_map"]) == set(_tensors())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    for name, file in index["weight_map"].items():
+        held = load_file(tmp_path / file)
+        assert name in held
+        assert len(held) == 1 or sum(t.numel() * 4 for t in held.values()) <= limit
+    assert len(load_file(tmp_path / index["weight_map"]["big"])) == 1
+
+
+def test_at_most_one_shard_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    real = shards.save_file
+
+    def record(tensors: dict[str, torch.Tensor], *args: object, **kwargs: object) -> None:
+        seen.append(sum(t.untyped_storage().nbytes() for t in tensors.values()))
+        real(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(shards, "save_file", record)
+    base = torch.zeros(1000, 10)
+    with ShardWriter(tmp_path, 800) as writer:
+        for i in range(20):
+            writer.add(f"view{i}", base[i * 10 : i * 10 + 10])
+    assert max(seen) <= 800
+    assert len(seen) == 10
+
+
+def test_strided_shared_and_view_tensors_are_stored_by_value(tmp_path: Path) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    with ShardWriter(tmp_path, "1MB") as writer:
+        writer.add("transposed", base.T)
+        writer.add("row", base[1])
+        writer.add("same", base)
+        writer.add("again", base)
+    loaded = _load_all(tmp_path)
+    assert loaded["transposed"].is_contiguous()
+    torch.testing.assert_close(loaded["transposed"], base.T)
+    torch.testing.assert_close(loaded["row"], base[1])
+    torch.testing.assert_close(loaded["same"], loaded["again"])
+
+
+def test_a_name_written_twice_is_refused(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, 1)
+    writer.add("a", torch.zeros(2))
+    writer.add("b", torch.zeros(2))
+    with pytest.raises(ValueError, match="'a' was written twice"):
+        writer.add("a", torch.zeros(2))
+
+
+def test_a_failing_block_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), ShardWriter(tmp_path, 8) as writer:
+        writer.add("a", torch.zeros(4))
+        writer.add("b", torch.zeros(4))
+        assert list(tmp_path.iterdir())
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")],
+)
+def test_a_full_disk_is_an_output_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(shards, "save_file", fail)
+    with pytest.raises(OutputError, match="No space left") as caught, ShardWriter(tmp_path, 8) as writer:
+        writer.add("a", torch.zeros(4))
+    assert "disk space" in caught.value.remedy
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_folder_is_an_output_error(tmp_path: Path) -> None:
+    with pytest.raises(OutputError), ShardWriter(tmp_path / "absent", 8) as writer:
+        writer.add("a", torch.zeros(4))
