@@ -1,0 +1,122 @@
+"""The command line: the commands put together, and the one place where errors become text and exit codes.
+
+Loading this module loads neither torch nor transformers, so that ``--help`` and ``--version`` answer at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from mla_convert.cli.absorb import absorb
+from mla_convert.cli.convert import convert
+from mla_convert.cli.evaluate import evaluate
+from mla_convert.cli.generate import generate
+from mla_convert.cli.inspect import inspect
+from mla_convert.errors import MLAConvertError
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h
+
+app = typer.Typer(
+    name="mla-convert",
+    help="Convert grouped-query attention checkpoints to multi-head latent attention, and measure what it cost.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_versions(wanted: bool) -> None:
+    """Print the versions that decide a result, read from the installed packages' metadata, and stop."""
+    if not wanted:
+        return
+    import platform
+    from importlib import metadata
+
+    from mla_convert import __version__
+
+    typer.echo(f"mla-convert {__version__}")
+    typer.echo(f"python {platform.python_version()}")
+    for package in ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "datasets", "gguf"):
+        try:
+            typer.echo(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            typer.echo(f"{package} not installed")
+    raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True)
+def _start(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_versions,
+            is_eager=True,
+            help="Print the versions of this program and of the packages that decide its results.",
+        ),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+for _command in (inspect, convert, evaluate, absorb, generate):
+    app.command()(_command)
+
+
+def _fail(message: str, remedy: str, exit_code: int) -> int:
+    """Write the two lines that every failure ends with to standard error; return the exit code."""
+    typer.echo(f"error: {message}", err=True)
+    typer.echo(f"  try: {remedy}", err=True)
+    return exit_code
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; failures have been written to standard error."""
+    log = logging.getLogger("mla_convert")
+    before = list(log.handlers), log.level, log.propagate
+    try:
+        return _run(arguments, log)
+    finally:
+        log.handlers[:], log.propagate = before[0], before[2]
+        log.setLevel(before[1])
+
+
+def _run(arguments: Sequence[str], log: logging.Logger) -> int:
+    try:
+        outcome = app(list(arguments), prog_name="mla-convert", standalone_mode=False)
+    except MLAConvertError as error:
+        log.debug("where it failed", exc_info=True)
+        return _fail(error.message, error.remedy, error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        outcome = INTERRUPTED
+    except Exception as error:
+        # What typer raises for a wrong command line has no public base class in all supported versions.
+        if hasattr(error, "format_message"):
+            where = getattr(getattr(error, "ctx", None), "command_path", "mla-convert")
+            return _fail(error.format_message().rstrip("."), f"{where} --help", 2)
+        if log.isEnabledFor(logging.DEBUG):
+            traceback.print_exc()
+        summary = " ".join(str(error).split()) or "no message"
+        return _fail(
+            f"unexpected {type(error).__name__}: {summary}",
+            "run the same command with --verbose and report the traceback it prints",
+            UNEXPECTED,
+        )
+    if outcome == INTERRUPTED:
+        typer.echo("interrupted: nothing that was being written has been kept", err=True)
+    return outcome if isinstance(outcome, int) else 0
+
+
+def main() -> None:
+    """The entry point of the ``mla-convert`` script."""
+    sys.exit(run(sys.argv[1:]))

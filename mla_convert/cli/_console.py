@@ -1,0 +1,163 @@
+"""What the commands show: tables and results on standard output; progress, warnings and logs on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class Screen:
+    """The two streams of one command.
+
+    Attributes:
+        as_json: standard output is for the one JSON object; tables and lines are not shown.
+    """
+
+    def __init__(self, *, as_json: bool, quiet: bool, out: TextIO, err: TextIO) -> None:
+        self.as_json = as_json
+        self._quiet = quiet
+        self._result: Mapping[str, Any] | None = None
+        self._out = Console(file=out, highlight=False, soft_wrap=True)
+        self._err = Console(file=err, highlight=False)
+
+    @property
+    def interactive(self) -> bool:
+        """Whether a person is watching standard error."""
+        return self._err.is_terminal and not self._quiet
+
+    def log_handler(self) -> logging.Handler:
+        """Return a handler that writes to standard error without breaking the bars."""
+        if self.interactive:
+            return RichHandler(console=self._err, show_time=False, show_path=False, markup=False)
+        handler = logging.StreamHandler(self._err.file)
+        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        return handler
+
+    def result(self, result: Mapping[str, Any]) -> None:
+        """Keep what ``--json`` prints when the command has succeeded."""
+        self._result = result
+
+    def line(self, text: str = "") -> None:
+        """Print a line of the result for a reader."""
+        if not self.as_json:
+            self._out.print(text, markup=False)
+
+    def write(self, text: str) -> None:
+        """Write text of the result as it is, and show it at once."""
+        if not self.as_json:
+            self._out.file.write(text)
+            self._out.file.flush()
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Print a table for a reader: the first column to the left, the others to the right."""
+        if self.as_json:
+            return
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*(str(cell) for cell in row))
+        width = self._out.width if self._out.is_terminal else 10_000
+        self._out.print(table, width=width, markup=False)
+
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[_Bars | None]:
+        """Give a progress callback that draws a bar a stage with the time left; None where nobody watches."""
+        if not self.interactive:
+            yield None
+            return
+        with _Bars(self._err) as bars:
+            yield bars
+
+    def flush_result(self) -> None:
+        """Print the JSON object, if one was asked for and given."""
+        if self.as_json and self._result is not None:
+            self._out.file.write(json.dumps(_finite(self._result), indent=2, ensure_ascii=False) + "\n")
+            self._out.file.flush()
+
+
+def _finite(value: Any) -> Any:
+    """Return a JSON value with null where a number is infinite or not a number, which JSON cannot write."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class _Bars:
+    """Progress bars, one for each stage in the order of their first report."""
+
+    def __init__(self, console: Console) -> None:
+        self._bars = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._started = False
+
+    def __enter__(self) -> _Bars:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._started:
+            self._bars.stop()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        # The bars start with the first report, so that they do not mix with the hub's own download bars before it.
+        if not self._started:
+            self._bars.start()
+            self._started = True
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(stage, total=total)
+        self._bars.update(self._tasks[stage], completed=done, total=total)
+
+
+@contextlib.contextmanager
+def screen(*, as_json: bool, quiet: bool, verbose: bool) -> Iterator[Screen]:
+    """Give the command its streams; print the JSON result at the end if the block succeeds.
+
+    With ``as_json``, whatever else is printed in the block goes to standard error. Other libraries' progress bars are
+    off where nobody watches, and their warnings are shown with ``verbose`` only.
+    """
+    output = Screen(as_json=as_json, quiet=quiet, out=sys.stdout, err=sys.stderr)
+    _set_up_logging(output, quiet=quiet, verbose=verbose)
+    _set_up_libraries(output.interactive, verbose=verbose)
+    with contextlib.ExitStack() as stack:
+        if as_json:
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if not verbose:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+        yield output
+    output.flush_result()
+
+
+def _set_up_logging(output: Screen, *, quiet: bool, verbose: bool) -> None:
+    """Send the package's log to standard error: warnings, with ``verbose`` everything, with ``quiet`` errors only."""
+    log = logging.getLogger("mla_convert")
+    log.handlers = [output.log_handler()]
+    log.setLevel(logging.DEBUG if verbose else logging.ERROR if quiet else logging.WARNING)
+    log.propagate = False
+
+
+def _set_up_libraries(interactive: bool, *, verbose: bool) -> None:
+    """Keep other libraries' bars and chatter off; they read these variables when they are imported."""
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    if not interactive:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not verbose:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+        os.environ.setdefault("DATASETS_VERBOSITY", "error")

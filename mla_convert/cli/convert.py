@@ -1,0 +1,192 @@
+"""``mla-convert convert``: from a source to a folder that holds the same model with latent attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from mla_convert.cli._options import (
+    Dtype,
+    JsonOption,
+    QuietOption,
+    RevisionOption,
+    SourceArgument,
+    TokenOption,
+    VerboseOption,
+)
+
+if TYPE_CHECKING:
+    from mla_convert.cli._console import Screen
+    from mla_convert.plan import ConversionPlan
+
+CACHE_DTYPES = ("bfloat16", "float32")
+
+
+def convert(
+    source: SourceArgument,
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.", show_default=False),
+    ],
+    recipe: Annotated[
+        str,
+        typer.Option(metavar="RECIPE", help="default, exact, transmla, another recipe's name, or a YAML file."),
+    ] = "default",
+    cache: Annotated[
+        float | None,
+        typer.Option(
+            metavar="F", help="Share of the source's cache to keep, above 0 and at most 1.", show_default=False
+        ),
+    ] = None,
+    kv_rank: Annotated[
+        int | None,
+        typer.Option(metavar="C", help="Width of the latent; instead of --cache, with --rope-dim.", show_default=False),
+    ] = None,
+    rope_dim: Annotated[
+        int | None,
+        typer.Option(metavar="R", help="Width of the shared RoPE key, even; with --kv-rank.", show_default=False),
+    ] = None,
+    format: Annotated[
+        Literal["native", "deepseek"],
+        typer.Option(help="native: this project's model class; deepseek: what stock transformers loads."),
+    ] = "native",
+    calibration: Annotated[
+        str,
+        typer.Option(metavar="TEXT", help="A UTF-8 file, builtin:pydoc, or a dataset as ID[:CONFIG][@SPLIT][#COLUMN]."),
+    ] = "builtin:pydoc",
+    calibration_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Tokens to calibrate on.", show_default="the recipe's"),
+    ] = None,
+    statistics: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Use statistics that --save-statistics wrote; no calibration.", show_default=False
+        ),
+    ] = None,
+    save_statistics: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Keep the calibration's statistics for other conversions.", show_default=False
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the calibration's sampling.")] = 0,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Write the weights in this dtype.", show_default="the source's")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file, as 500MB or 5GB.")] = "5GB",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it exists, once the new one is whole.")
+    ] = False,
+    revision: RevisionOption = None,
+    token: TokenOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Write a source as a model with latent attention.
+
+    The conversion calibrates on text and does not train. The cache is sized with --cache, or with --kv-rank
+    and --rope-dim.
+    """
+    check_sizes(cache, kv_rank, rope_dim)
+
+    from mla_convert.cli._console import screen
+
+    with screen(as_json=json, quiet=quiet, verbose=verbose) as console:
+        from mla_convert import pipeline
+
+        request = pipeline.ConvertRequest(
+            source=source,
+            out=out,
+            recipe=recipe,
+            cache=cache,
+            kv_rank=kv_rank,
+            rope_dim=rope_dim,
+            format=format,
+            calibration=calibration,
+            calibration_tokens=calibration_tokens,
+            seed=seed,
+            dtype=dtype,
+            overwrite=overwrite,
+            revision=revision,
+            token=token,
+            statistics=statistics,
+            save_statistics=save_statistics,
+            max_shard_size=max_shard_size,
+        )
+        plan = pipeline.plan(request)
+        facts = describe_plan(plan)
+        if dry_run:
+            console.result({"source": source, "out": str(out), "dry_run": True, "plan": facts})
+            _show_plan(console, source, facts)
+            return
+        with console.progress() as progress:
+            record = pipeline.convert(request, progress)
+        console.result({"source": source, "out": str(out), "plan": facts, "record": record})
+        _show_plan(console, source, facts)
+        _show_next(console, source, out)
+
+
+def check_sizes(cache: float | None, kv_rank: int | None, rope_dim: int | None) -> None:
+    """Check the options that size the cache, as far as that is possible without the source.
+
+    Raises:
+        UsageError: two ways of sizing at once, half of one, or a value that no source could meet.
+    """
+    from mla_convert.errors import UsageError
+
+    if cache is not None and (kv_rank is not None or rope_dim is not None):
+        raise UsageError(
+            "--cache and --kv-rank/--rope-dim both size the cache", "give --cache, or --kv-rank with --rope-dim"
+        )
+    if (kv_rank is None) != (rope_dim is None):
+        given, missing = ("--kv-rank", "--rope-dim") if rope_dim is None else ("--rope-dim", "--kv-rank")
+        raise UsageError(f"{given} is given without {missing}", f"add {missing}, or give --cache alone")
+    if cache is not None and not 0 < cache <= 1:
+        raise UsageError(f"--cache {cache} is not a share above 0 and at most 1", "give for example --cache 0.5")
+    if kv_rank is not None and kv_rank < 1:
+        raise UsageError(f"--kv-rank {kv_rank} leaves no latent", "give a rank of at least 1")
+    if rope_dim is not None and (rope_dim < 0 or rope_dim % 2):
+        raise UsageError(
+            f"--rope-dim {rope_dim} is not an even number of at least 0",
+            f"RoPE turns pairs: give for example --rope-dim {max(2, rope_dim + 1)}",
+        )
+
+
+def describe_plan(plan: ConversionPlan) -> dict[str, Any]:
+    """Return a plan as ``convert --dry-run --json`` prints it."""
+    from dataclasses import asdict
+
+    return {
+        "format": plan.format,
+        "recipe": plan.recipe.name,
+        "ratio": plan.ratio,
+        "source_cached_per_token_layer": plan.source.kv_width,
+        "cached_per_token_layer": plan.cached_per_token_layer,
+        "source_cache_bytes_per_token": {dtype: plan.source_cache_bytes_per_token(dtype) for dtype in CACHE_DTYPES},
+        "cache_bytes_per_token": {dtype: plan.cache_bytes_per_token(dtype) for dtype in CACHE_DTYPES},
+        "layers": [asdict(shape) for shape in plan.layers],
+    }
+
+
+def _show_plan(console: Screen, source: str, facts: dict[str, Any]) -> None:
+    shape = facts["layers"][0]
+    before, after = facts["source_cache_bytes_per_token"], facts["cache_bytes_per_token"]
+    change = f"{facts['ratio'] - 1:+.1%}"
+    title = f"{source} to {facts['format']}, recipe {facts['recipe']}: C {shape['kv_rank']}, R {shape['rope_dim']}"
+    rows = [
+        ("numbers a layer and token", facts["source_cached_per_token_layer"], facts["cached_per_token_layer"], change),
+        *((f"bytes a token, {dtype}", f"{before[dtype]:,}", f"{after[dtype]:,}", change) for dtype in CACHE_DTYPES),
+    ]
+    console.table(title, ("cache", "before", "after", "change"), rows)
+
+
+def _show_next(console: Screen, source: str, out: Path) -> None:
+    console.line()
+    console.line(f"wrote {out}; next:")
+    console.line(f"  mla-convert evaluate {out} --against {source} --text FILE")
+    console.line(f"  mla-convert generate {out} --prompt TEXT")

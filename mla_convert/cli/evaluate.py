@@ -1,0 +1,137 @@
+"""``mla-convert evaluate``: perplexity and cache of a model, alone or beside the model that it came from."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mla_convert.cli._options import Dtype, JsonOption, QuietOption, RevisionOption, TokenOption, VerboseOption
+
+if TYPE_CHECKING:
+    from mla_convert.cli._console import Screen
+
+
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder that `mla-convert convert` wrote, or any source that it reads.",
+            show_default=False,
+        ),
+    ],
+    text: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help="A UTF-8 file, builtin:pydoc, or a dataset as ID[:CONFIG][@SPLIT][#COLUMN].",
+            show_default=False,
+        ),
+    ],
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", help="Measure this model too, and how far the two agree.", show_default=False),
+    ] = None,
+    context: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens in a context.")] = 512,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=2, help="Use this many tokens from the text's start.", show_default="all"),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Slide the context by this many tokens instead of cutting disjoint ones.",
+            show_default="disjoint contexts",
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Contexts that go through together.")] = 1,
+    dtype: Annotated[Dtype, typer.Option(help="Compute, and hold the cache, in this dtype.")] = "float32",
+    revision: RevisionOption = None,
+    token: TokenOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure perplexity and cache bytes a token.
+
+    With --against also the KL divergence and the top-1 agreement between the two, on the same tokens;
+    --revision and --token then go to both.
+    """
+    from mla_convert.cli._console import screen
+
+    with screen(as_json=json, quiet=quiet, verbose=verbose) as out:
+        import torch
+
+        from mla_convert.calibrate.text import read_text, windows
+        from mla_convert.evaluate import cache_bytes_per_token, compare, load_for_evaluation, perplexity
+
+        number_type = getattr(torch, dtype)
+        corpus = read_text(text)
+        loaded, tokenizer = load_for_evaluation(model, number_type, revision=revision, token=token)
+        contexts = windows(tokenizer, corpus.text, context=context, max_tokens=max_tokens, seed=None)
+        result: dict[str, Any] = {
+            "model": model,
+            "text": {"source": corpus.ref, "sha256": corpus.digest},
+            "context": context,
+            "contexts": len(contexts),
+            "stride": stride,
+            "dtype": dtype,
+            "cache_bytes_per_token": _whole(cache_bytes_per_token(loaded)),
+        }
+        with out.progress() as progress:
+            if against is None:
+                scores = perplexity(loaded, contexts, batch_size=batch_size, progress=progress, stride=stride)
+                result |= {"perplexity": scores.perplexity, "tokens": scores.tokens}
+            else:
+                reference, _ = load_for_evaluation(against, number_type, revision=revision, token=token)
+                both = compare(loaded, reference, contexts, batch_size=batch_size, progress=progress, stride=stride)
+                result |= {
+                    "perplexity": both.model.perplexity,
+                    "tokens": both.tokens,
+                    "against": {
+                        "source": against,
+                        "perplexity": both.reference.perplexity,
+                        "cache_bytes_per_token": _whole(cache_bytes_per_token(reference)),
+                    },
+                    "log_ratio": both.log_ratio,
+                    "kl": both.kl,
+                    "top1_agreement": both.top1_agreement,
+                }
+        out.result(result)
+        _show(out, result)
+
+
+def _whole(count: float) -> int | float:
+    """Return a count as an int where it is whole."""
+    return int(count) if float(count).is_integer() else count
+
+
+def _show(out: Screen, result: dict[str, Any]) -> None:
+    title = f"{result['tokens']:,} tokens of {result['text']['source']}, contexts of {result['context']}"
+    against = result.get("against")
+    if against is None:
+        rows = [("perplexity", f"{result['perplexity']:.3f}"), ("cache bytes a token", _bytes(result))]
+        out.table(title, ("", result["model"]), rows)
+        return
+    ratio = result["cache_bytes_per_token"] / against["cache_bytes_per_token"]
+    rows = [
+        (
+            "perplexity",
+            f"{against['perplexity']:.3f}",
+            f"{result['perplexity']:.3f}",
+            f"ln ratio {result['log_ratio']:+.4f}",
+        ),
+        ("cache bytes a token", _bytes(against), _bytes(result), f"{ratio - 1:+.1%}"),
+        ("KL divergence, nats a token", "", f"{result['kl']:.4f}", ""),
+        ("top-1 agreement", "", f"{result['top1_agreement']:.1%}", ""),
+    ]
+    out.table(title, ("", f"before: {against['source']}", f"after: {result['model']}", "change"), rows)
+
+
+def _bytes(result: dict[str, Any]) -> str:
+    count = result["cache_bytes_per_token"]
+    return f"{count:,}" if isinstance(count, int) or math.isnan(count) else f"{count:,.1f}"

@@ -1,0 +1,140 @@
+"""``mla-convert inspect``: what a source is and what budgets it could be converted to, without reading its weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mla_convert.cli._options import (
+    JsonOption,
+    QuietOption,
+    RevisionOption,
+    SourceArgument,
+    TokenOption,
+    VerboseOption,
+)
+
+if TYPE_CHECKING:
+    from mla_convert.cli._console import Screen
+    from mla_convert.spec import SourceSpec
+
+BUDGETS = (1.0, 0.75, 0.5, 0.375, 0.25)
+CACHE_DTYPES = ("bfloat16", "float32")
+
+
+def inspect(
+    source: SourceArgument,
+    revision: RevisionOption = None,
+    token: TokenOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Show what a source is and what cache budgets give.
+
+    Reads the config and the tensors' names and shapes, no weights."""
+    from mla_convert.cli._console import screen
+
+    with screen(as_json=json, quiet=quiet, verbose=verbose) as out:
+        from mla_convert.sources import open_source
+
+        opened = open_source(source, revision=revision, token=token)
+        facts = describe(opened.spec) | {"source": source, "file_bytes": opened.file_bytes()}
+        facts["budgets"] = [_budget(opened.spec, cache) for cache in BUDGETS]
+        out.result(facts)
+        _show(out, facts)
+
+
+def describe(spec: SourceSpec) -> dict[str, Any]:
+    """Return what a spec says about a model, in the names and nesting that ``inspect --json`` prints."""
+    from mla_convert.spec import DTYPE_BYTES
+
+    rope = spec.rope
+    numbers_a_token = spec.num_layers * spec.kv_width
+    return {
+        "architecture": spec.architecture,
+        "family": spec.family,
+        "layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "attention": {
+            "kind": spec.attention_kind,
+            "heads": spec.num_heads,
+            "kv_heads": spec.num_kv_heads,
+            "head_dim": spec.head_dim,
+            "scale": spec.attention_scale,
+        },
+        "rope": {
+            "kind": rope.kind,
+            "theta": rope.parameters.get("rope_theta"),
+            "dim": rope.dim,
+            "frequencies": len(rope.inv_freq),
+        },
+        "biases": {
+            "query": spec.query_bias,
+            "key": spec.key_bias,
+            "value": spec.value_bias,
+            "output": spec.output_bias,
+            "mlp": spec.mlp_bias,
+        },
+        "tied_embeddings": spec.tie_word_embeddings,
+        "windows": list(spec.windows),
+        "dtype": spec.dtype,
+        "cached_per_token_layer": spec.kv_width,
+        "cache_bytes_per_token": {dtype: numbers_a_token * DTYPE_BYTES[dtype] for dtype in CACHE_DTYPES},
+        "max_kv_rank": spec.max_kv_rank,
+        "max_rope_dim": spec.max_rope_dim,
+    }
+
+
+def _budget(spec: SourceSpec, cache: float) -> dict[str, Any]:
+    """Return the sizes that the default recipe's plan gives for a cache budget, or why there is no such plan."""
+    from mla_convert.errors import MLAConvertError
+    from mla_convert.plan import make_plan
+    from mla_convert.recipe import load_recipe
+
+    try:
+        plan = make_plan(spec, recipe=load_recipe("default"), cache=cache, kv_rank=None, rope_dim=None, format="native")
+    except MLAConvertError as error:
+        return {"cache": cache, "error": error.message}
+    shape = plan.layers[0]
+    return {
+        "cache": cache,
+        "kv_rank": shape.kv_rank,
+        "rope_dim": shape.rope_dim,
+        "cached_per_token_layer": shape.cached,
+        "cache_bytes_per_token": {dtype: plan.cache_bytes_per_token(dtype) for dtype in CACHE_DTYPES},
+    }
+
+
+def _show(out: Screen, facts: dict[str, Any]) -> None:
+    attention, rope, cache = facts["attention"], facts["rope"], facts["cache_bytes_per_token"]
+    biases = [name for name, present in facts["biases"].items() if present]
+    windowed = [window for window in facts["windows"] if window is not None]
+    full = (
+        f"{attention['kind']}: {attention['heads']} heads, {attention['kv_heads']} KV heads of {attention['head_dim']}"
+    )
+    rows = [
+        ("architecture", f"{facts['architecture']} ({facts['family']})"),
+        ("attention", full),
+        ("layers", facts["layers"]),
+        ("RoPE", f"{rope['kind']}, theta {rope['theta']}, {rope['frequencies']} frequencies"),
+        ("biases", ", ".join(biases) or "none"),
+        ("embeddings", "tied" if facts["tied_embeddings"] else "untied"),
+        ("windows", f"{len(windowed)} layers, {windowed[0]} tokens" if windowed else "none"),
+        ("weights", f"{facts['dtype']}, {facts['file_bytes']:,} bytes in files"),
+        ("cached a layer and token", f"{facts['cached_per_token_layer']} numbers"),
+        ("cache a token", f"{cache['bfloat16']:,} bytes in bfloat16, {cache['float32']:,} in float32"),
+    ]
+    out.table(str(facts["source"]), ("", ""), rows)
+    out.line()
+    columns = ("cache", "C (latent)", "R (RoPE)", "C + R", "bytes a token, bfloat16", "float32")
+    out.table("what budgets give (default recipe)", columns, [_budget_row(budget) for budget in facts["budgets"]])
+
+
+def _budget_row(budget: dict[str, Any]) -> tuple[object, ...]:
+    if "error" in budget:
+        return (budget["cache"], "-", "-", "-", "-", "-")
+    size = budget["cache_bytes_per_token"]
+    sizes = (f"{size['bfloat16']:,}", f"{size['float32']:,}")
+    return (budget["cache"], budget["kv_rank"], budget["rope_dim"], budget["cached_per_token_layer"], *sizes)
