@@ -1,0 +1,127 @@
+"""An open source: its description, its tensors one at a time, and the model itself when it is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mla_convert.sources.adapter import DenseAdapter
+from mla_convert.sources.attention import AttentionWeights
+from mla_convert.sources.checkpoint import Checkpoint
+from mla_convert.sources.companions import Companions, save_tokenizer
+from mla_convert.sources.loading import build_model
+from mla_convert.sources.roles import Copied, Role
+from mla_convert.spec import SourceSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Source:
+    """A checkpoint and its adapter, read lazily; made by :func:`~mla_convert.sources.open_source`.
+
+    Attributes:
+        ref: the reference as the user gave it.
+        spec: what the conversion needs to know.
+        config: transformers' config of the source.
+    """
+
+    def __init__(
+        self,
+        ref: str,
+        adapter: DenseAdapter,
+        config: PretrainedConfig,
+        spec: SourceSpec,
+        checkpoint: Checkpoint,
+        companions: Companions,
+    ) -> None:
+        self.ref = ref
+        self.spec = spec
+        self.config = config
+        self._adapter = adapter
+        self._checkpoint = checkpoint
+        self._companions = companions
+        self._roles = adapter.account(spec, checkpoint)
+
+    def tensor_names(self) -> tuple[str, ...]:
+        """The names of the stored tensors, as Hugging Face spells them (for GGUF too)."""
+        return self._checkpoint.names()
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, read now, in the dtype it is stored in (GGUF: dequantised to float32).
+
+        Raises:
+            SourceError: there is no such tensor, or it cannot be read.
+        """
+        return self._checkpoint.read(name)
+
+    def attention(self, layer: int) -> AttentionWeights:
+        """The attention weights and biases of ``layer``, read now, by heads and in rotate-half order."""
+        return self._adapter.attention(self.spec, self.tensor, layer)
+
+    def account(self) -> Mapping[str, Role]:
+        """The role of every stored tensor: converted, copied, or dropped for a reason."""
+        return dict(self._roles)
+
+    def copied(self, layer: int | None) -> Iterator[tuple[str, str]]:
+        """Pairs (source name, name in the converted model) for ``layer``, or for None those outside the layers.
+
+        Of tied embeddings only the embedding is listed.
+        """
+        for name, role in self._roles.items():
+            if isinstance(role, Copied) and role.layer == layer:
+                yield name, role.target
+
+    def load_model(
+        self, *, dtype: torch.dtype, attn_implementation: str = "sdpa", device: str = "cpu"
+    ) -> PreTrainedModel:
+        """The source as transformers' own class, in evaluation mode, its weights read tensor by tensor.
+
+        At its peak it holds one copy of the weights in ``dtype`` and one tensor as it is stored.
+        """
+        stored = self._adapter.expected(self.spec)
+        return build_model(
+            self._adapter.model_class(),
+            self.config,
+            ((name, self.tensor(name)) for name, _, _ in stored),
+            generation_config=self._companions.generation_config(self.config),
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            device=device,
+        )
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The source's tokenizer with its chat template.
+
+        Raises:
+            SourceError: the source has none that transformers can load.
+        """
+        return self._companions.load_tokenizer()
+
+    def save_companions(self, folder: Path) -> None:
+        """Write tokenizer, chat template, generation config and licence files into ``folder``.
+
+        Raises:
+            SourceError: the source has no tokenizer that can be loaded.
+        """
+        save_tokenizer(self.load_tokenizer(), folder)
+        self._companions.save_others(self.config, folder)
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of the weight files and of the config, by file name."""
+        files = (*self._companions.described_by(), *self._checkpoint.weight_files())
+        return {file.name: _sha256(file) for file in files}
+
+    def file_bytes(self) -> int:
+        """The size of the weight files together, in bytes."""
+        return sum(file.stat().st_size for file in self._checkpoint.weight_files() if file.suffix != ".json")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
