@@ -40,7 +40,7 @@ test: $(installed)  ## Run the tests
 check: $(installed)  ## Formatting, lint, types, import contracts, generated documentation
 	$(bin)/ruff format --check .
 	$(bin)/ruff check .
-	$(bin)/pyright
+	$(bin)/pyright --pythonpath $(bin)/python
 	$(bin)/lint-imports
 	$(bin)/python docs/generate_cli.py --check
 
