@@ -1,0 +1,182 @@
+"""Text for calibration and evaluation, and its cutting into contexts of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import LongTensor
+
+from mla_convert.errors import TextError
+
+logger = logging.getLogger(__name__)
+
+BUILTIN_TEXT = "builtin:pydoc"
+# A streamed dataset may have no end in sight; without a limit from the caller this much of it is read.
+STREAMED_CHARS = 20_000_000
+# Tokens discarded at the end of a tokenised prefix: merges there may change when the text goes on.
+_UNSETTLED_TOKENS = 64
+_DATASET_REF = re.compile(
+    r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[^@#]+))?(?:@(?P<split>[^#]+))?(?:#(?P<column>.+))?"
+)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text and what identifies it: ``digest`` is the SHA-256 of the UTF-8 bytes of ``text``, as used."""
+
+    ref: str
+    text: str
+    digest: str
+
+
+def read_text(ref: str, *, max_chars: int | None = None) -> Text:
+    """Return the text that ``ref`` names, its first ``max_chars`` characters where given.
+
+    Args:
+        ref: the path of a UTF-8 file, ``builtin:pydoc`` (the language reference that ships with Python, which differs
+            between Python versions: the digest tells), or a `datasets` ID as ``ID[:CONFIG][@SPLIT][#COLUMN]``, streamed
+            (split ``train`` and column ``text`` unless stated; rows are joined by a blank line).
+        max_chars: the limit; a dataset without one is read up to ``STREAMED_CHARS``.
+
+    Raises:
+        TextError: the file, dataset, split or column is not there, cannot be read, or is empty.
+    """
+    if ref.startswith("builtin:"):
+        text = _read_builtin(ref)[:max_chars]
+    elif Path(ref).exists() or _looks_like_path(ref):
+        text = _read_file(Path(ref), max_chars)
+    else:
+        text = _read_dataset(ref, max_chars)
+    if not text.strip():
+        raise TextError(f"the text {ref} is empty", "choose a text with something in it")
+    return Text(ref, text, hashlib.sha256(text.encode()).hexdigest())
+
+
+def windows(
+    tokenizer: Any, text: str, *, context: int, max_tokens: int | None = None, seed: int | None = None
+) -> LongTensor:
+    """Return the text as disjoint contexts of token ids, [n context]; the tail that fills no context is left out.
+
+    No special tokens are added. ``max_tokens`` bounds n·context. Without a seed the contexts are the text from its
+    start, in order (evaluation), and no more of it is tokenised than needed; with one they are a seeded random sample
+    of all its contexts, drawn without replacement (calibration).
+
+    Raises:
+        TextError: the text, or ``max_tokens``, is too short for one context.
+    """
+    if context < 2:
+        raise TextError(f"a context of {context} tokens predicts nothing", "give a context of at least 2 tokens")
+    if max_tokens is not None and max_tokens < context:
+        raise TextError(
+            f"{max_tokens} tokens do not fill one context of {context}", "raise the token limit or shorten the context"
+        )
+    wanted = None if max_tokens is None else max_tokens // context
+    if seed is None and wanted is not None:
+        ids = _first_tokens(tokenizer, text, wanted * context)
+    else:
+        ids = _tokenise(tokenizer, text)
+    available = len(ids) // context
+    if available == 0:
+        raise TextError(
+            f"the text has {len(ids)} tokens, fewer than one context of {context}",
+            "give a longer text or a shorter context",
+        )
+    contexts = torch.tensor(ids[: available * context], dtype=torch.long).view(available, context)
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        contexts = contexts[torch.randperm(available, generator=generator)]
+    return contexts[:wanted].contiguous()  # pyright: ignore[reportReturnType]
+
+
+def _read_builtin(ref: str) -> str:
+    if ref != BUILTIN_TEXT:
+        raise TextError(f"there is no built-in text {ref!r}", f"use {BUILTIN_TEXT}, a file or a datasets ID")
+    try:
+        topics: dict[str, str] = import_module("pydoc_data.topics").topics
+    except ImportError as error:
+        raise TextError(
+            "this Python was built without its language reference (pydoc_data)", "give a text file"
+        ) from error
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _looks_like_path(ref: str) -> bool:
+    return ref.startswith(("/", "./", "../", "~")) or Path(ref).suffix in {".txt", ".md", ".rst", ".jsonl"}
+
+
+def _read_file(path: Path, max_chars: int | None) -> str:
+    path = path.expanduser()
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(-1 if max_chars is None else max_chars)
+    except UnicodeDecodeError as error:
+        raise TextError(f"{path} is not UTF-8 text ({error.reason})", "convert the file to UTF-8") from error
+    except OSError as error:
+        raise TextError(f"cannot read the text {path}: {error.strerror}", "give a readable text file") from error
+
+
+def _read_dataset(ref: str, max_chars: int | None) -> str:
+    match = _DATASET_REF.fullmatch(ref)
+    if match is None:
+        raise TextError(
+            f"{ref!r} is neither a file nor a datasets ID", "give a file that exists, or ID[:CONFIG][@SPLIT][#COLUMN]"
+        )
+    name, config = match["id"], match["config"]
+    split, column = match["split"] or "train", match["column"] or "text"
+    try:
+        datasets = import_module("datasets")
+    except ImportError as error:
+        raise TextError(
+            f"there is no file {ref!r}, and reading it as a dataset needs the datasets package",
+            "give a file that exists, or run: pip install datasets",
+        ) from error
+    if max_chars is None:
+        logger.warning("reading at most %d characters of the dataset %s", STREAMED_CHARS, ref)
+    try:
+        rows = datasets.load_dataset(name, config, split=split, streaming=True)
+        return _join_rows(rows, column, STREAMED_CHARS if max_chars is None else max_chars)
+    except KeyError as error:
+        raise TextError(
+            f"the dataset {name} has no column {column!r}", f"name a column of text: {ref.split('#')[0]}#COLUMN"
+        ) from error
+    except Exception as error:  # every HTTP and file-format library that datasets uses raises errors of its own
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TextError(
+            f"there is no file {ref!r}, and it cannot be read as a dataset: {reason}",
+            "check the name, the config, the split and the network, or give a text file",
+        ) from error
+
+
+def _join_rows(rows: Iterable[dict[str, Any]], column: str, max_chars: int) -> str:
+    parts: list[str] = []
+    length = 0
+    for row in rows:
+        parts.append(str(row[column]))
+        length += len(parts[-1]) + 2
+        if length >= max_chars:
+            break
+    return "\n\n".join(parts)[:max_chars]
+
+
+def _first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
+    """Return the text's first ``count`` tokens (fewer if it ends), tokenising prefixes of growing length."""
+    chars = 6 * count + 1024
+    while chars < len(text):
+        ids = _tokenise(tokenizer, text[:chars])
+        if len(ids) >= count + _UNSETTLED_TOKENS:
+            return ids[:count]
+        chars *= 2
+    return _tokenise(tokenizer, text)[:count]
+
+
+def _tokenise(tokenizer: Any, text: str) -> list[int]:
+    # verbose=False: a text longer than the model's context is what this module is for, not worth a warning.
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

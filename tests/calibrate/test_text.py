@@ -1,0 +1,202 @@
+import hashlib
+import logging
+import sys
+from pydoc_data.topics import topics
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mla_convert.calibrate import text as text_module
+from mla_convert.calibrate.text import read_text, windows
+from mla_convert.errors import TextError
+from tests.evaluate.models import byte_tokenizer
+
+
+def test_reads_a_file_and_digests_what_it_used(tmp_path):
+    file = tmp_path / "plain"
+    file.write_text("Grüße, world\n" * 3, encoding="utf-8")
+    text = read_text(str(file), max_chars=5)
+    assert (text.ref, text.text) == (str(file), "Grüße")
+    assert text.digest == hashlib.sha256("Grüße".encode()).hexdigest()
+    assert read_text(str(file)).text == "Grüße, world\n" * 3
+
+
+def test_pydoc_is_every_topic_in_order_of_its_name():
+    text = read_text("builtin:pydoc").text
+    positions = [text.index(topics[name]) for name in sorted(topics)[:20]]
+    assert positions == sorted(positions)
+    assert len(text) == sum(map(len, topics.values())) + 2 * (len(topics) - 1)
+    assert read_text("builtin:pydoc", max_chars=100).text == text[:100]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.txt", None, "cannot read"),
+        ("latin.txt", "Grüße".encode("latin-1"), "UTF-8"),
+        ("empty.txt", b" \n", "empty"),
+    ],
+)
+def test_refuses_files_without_readable_text(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(TextError, match=message) as raised:
+        read_text(str(tmp_path / name))
+    assert raised.value.remedy
+
+
+def test_refuses_a_folder(tmp_path):
+    with pytest.raises(TextError, match="cannot read"):
+        read_text(str(tmp_path))
+
+
+def test_refuses_an_unknown_builtin():
+    with pytest.raises(TextError, match="builtin:novel"):
+        read_text("builtin:novel")
+
+
+class FakeDatasets:
+    """Stands for the datasets package; remembers what it was asked for."""
+
+    def __init__(self, rows=(), error=None):
+        self.rows, self.error, self.taken, self.asked = rows, error, 0, None
+
+    def load_dataset(self, name, config, *, split, streaming):
+        self.asked = (name, config, split, streaming)
+        if self.error is not None:
+            raise self.error
+        for row in self.rows:
+            self.taken += 1
+            yield row
+
+
+@pytest.mark.parametrize(
+    ("ref", "asked", "column"),
+    [
+        ("stories", ("stories", None, "train", True), "text"),
+        ("owner/name:config-2@test#body", ("owner/name", "config-2", "test", True), "body"),
+        ("owner/name@validation[:10%]", ("owner/name", None, "validation[:10%]", True), "text"),
+        ("owner/name#body", ("owner/name", None, "train", True), "body"),
+    ],
+)
+def test_a_dataset_reference_names_config_split_and_column(monkeypatch, ref, asked, column):
+    fake = FakeDatasets([{column: "one"}, {column: "two"}])
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    assert read_text(ref).text == "one\n\ntwo"
+    assert fake.asked == asked
+
+
+def test_a_dataset_is_streamed_no_further_than_needed(monkeypatch):
+    fake = FakeDatasets([{"text": "abcd"}] * 100)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    assert read_text("stories", max_chars=10).text == "abcd\n\nabcd"
+    assert fake.taken == 2
+
+
+def test_a_dataset_without_end_is_bounded_and_says_so(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "datasets", FakeDatasets([{"text": "abcd"}] * 100))
+    monkeypatch.setattr(text_module, "STREAMED_CHARS", 10)
+    with caplog.at_level(logging.WARNING):
+        assert len(read_text("stories").text) == 10
+    assert "at most 10 characters" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (None, "datasets package"),
+        (FakeDatasets(error=ConnectionError("no route\nto host")), "no route"),
+        (FakeDatasets([{"body": "x"}]), "no column 'text'"),
+    ],
+)
+def test_dataset_failures_have_a_remedy(monkeypatch, module, message):
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    with pytest.raises(TextError, match=message) as raised:
+        read_text("stories")
+    assert raised.value.remedy
+    assert "\n" not in raised.value.message
+
+
+def test_refuses_what_is_neither_a_file_nor_a_dataset_id():
+    with pytest.raises(TextError, match="neither"):
+        read_text("a b/c d")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+def as_text(tokenizer, contexts: torch.Tensor) -> list[str]:
+    return [tokenizer.decode(row) for row in contexts]
+
+
+def test_windows_are_the_text_in_order(tokenizer):
+    contexts = windows(tokenizer, "abcdefghijk", context=4)
+    assert contexts.dtype == torch.long
+    assert as_text(tokenizer, contexts) == ["abcd", "efgh"]
+    assert as_text(tokenizer, windows(tokenizer, "abcdefghijk", context=4, max_tokens=7)) == ["abcd"]
+
+
+def test_only_as_much_is_tokenised_as_is_needed(tokenizer):
+    seen = []
+
+    def spy(text, **options):
+        seen.append(len(text))
+        return tokenizer(text, **options)
+
+    contexts = windows(spy, "word " * 100_000, context=8, max_tokens=800)
+    assert contexts.shape == (100, 8)
+    assert sum(seen) < 10_000
+
+
+def test_a_prefix_has_the_tokens_of_the_whole_text():
+    # One token for every word, whatever its length. The first prefix tried for 512 tokens, 6·512 + 1024 characters,
+    # ends inside the 512th word: 10 + 510·8 characters are the 511 before it.
+    def words(text, **options):
+        return {"input_ids": [len(word) for word in text.split(" ")]}
+
+    text = "a" * 10 + " aaaaaaa" * 2000
+    whole = words(text)["input_ids"]
+    for max_tokens in (8, 512, 1600):
+        assert windows(words, text, context=8, max_tokens=max_tokens).flatten().tolist() == whole[:max_tokens]
+
+
+def test_a_seed_draws_windows_without_replacement(tokenizer):
+    text = "".join(chr(33 + i) for i in range(90))
+    everything = as_text(tokenizer, windows(tokenizer, text, context=3))
+    drawn = as_text(tokenizer, windows(tokenizer, text, context=3, seed=0))
+    assert drawn != everything
+    assert sorted(drawn) == sorted(everything)
+    some = as_text(tokenizer, windows(tokenizer, text, context=3, max_tokens=30, seed=0))
+    assert len(set(some)) == 10
+    assert some == as_text(tokenizer, windows(tokenizer, text, context=3, max_tokens=30, seed=0))
+    assert some != as_text(tokenizer, windows(tokenizer, text, context=3, max_tokens=30, seed=1))
+
+
+def test_no_special_tokens_and_no_warning_about_length(caplog):
+    calls = SimpleNamespace(options=None)
+    inner = byte_tokenizer()
+
+    def spy(text, **options):
+        calls.options = options
+        return inner(text, **options)
+
+    with caplog.at_level(logging.WARNING):
+        windows(spy, "longer than the sixteen tokens that this tokenizer admits", context=4)
+    assert calls.options["add_special_tokens"] is False
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context": 100}, "11 tokens"),
+        ({"context": 4, "max_tokens": 3}, "do not fill"),
+        ({"context": 1}, "predicts nothing"),
+    ],
+)
+def test_refuses_too_little_text(tokenizer, options, message):
+    with pytest.raises(TextError, match=message):
+        windows(tokenizer, "hello world", **options)
