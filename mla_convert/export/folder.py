@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mla_convert.errors import OutputError
-
-RECORD_NAME = "conversion.json"
+from mla_convert.record import RECORD_NAME
 
 _DISK_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG})
 

@@ -109,11 +109,15 @@ def test_a_name_written_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_failing_block_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), ShardWriter(tmp_path, 8) as writer:
-        writer.add("a", torch.zeros(4))
-        writer.add("b", torch.zeros(4))
-        assert list(tmp_path.iterdir())
-        raise KeyboardInterrupt
+    def interrupted() -> None:
+        with ShardWriter(tmp_path, 8) as writer:
+            writer.add("a", torch.zeros(4))
+            writer.add("b", torch.zeros(4))
+            assert list(tmp_path.iterdir())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert not list(tmp_path.iterdir())
 
 
@@ -121,9 +125,7 @@ def test_a_failing_block_leaves_no_file(tmp_path: Path) -> None:
     "failure",
     [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")],
 )
-def test_a_full_disk_is_an_output_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
-) -> None:
+def test_a_full_disk_is_an_output_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise failure
 
