@@ -1,0 +1,200 @@
+"""Decode-ready matrices beside a converted model's weights: written once, attached when it is loaded for decoding.
+
+absorbed.safetensors holds per layer i ``layers.i.w_uk`` [H N C] and either ``layers.i.w_uv_t`` [H C V] or, where W_UV
+and W_O are merged, ``layers.i.w_comb`` [H C D]; its metadata the decision, the shapes and a digest of the weights that
+it was made from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mla_convert.errors import FormatError, OutputError, SourceError, VerificationError
+from mla_convert.maths.absorb import AbsorbedMatrices, Merge, absorb_layer
+from mla_convert.progress import Progress, silent
+
+ABSORBED_FILE = "absorbed.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_SINGLE_FILE = "model.safetensors"
+_AGAIN = "run mla-convert absorb again"
+
+
+@dataclass(frozen=True)
+class AbsorbedSummary:
+    """What was written.
+
+    Attributes:
+        file: the file.
+        merged: whether W_UV and W_O are merged.
+        layers: how many layers it holds.
+        nbytes: bytes of all its matrices.
+        digest: SHA-256 of the kv_b_proj and o_proj weights that it was made from.
+    """
+
+    file: Path
+    merged: bool
+    layers: int
+    nbytes: int
+    digest: str
+
+
+def save_absorbed(folder: Path, merge: Merge = "auto", progress: Progress | None = None) -> AbsorbedSummary:
+    """Write ``absorbed.safetensors`` into a converted native folder, whole or not at all, and say what it holds.
+
+    The weights are read layer by layer: beside the matrices to be written, one layer is in memory at a time.
+
+    Raises:
+        FormatError: the folder does not hold a model of the native format.
+        SourceError: a weight file is missing or damaged.
+        OutputError: the file cannot be written.
+    """
+    report = progress or silent
+    config = _native_config(folder)
+    heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
+    nope_dim, value_dim = config["qk_nope_head_dim"], config["v_head_dim"]
+    layers = config["num_hidden_layers"]
+    digest = hashlib.sha256()
+    tensors: dict[str, Tensor] = {}
+    shapes: dict[str, list[int]] = {}
+    for layer in range(layers):
+        kv_b, o_proj = _up_and_output(folder, layer)
+        _update(digest, kv_b, o_proj)
+        w_uk, w_uv = kv_b.view(heads, nope_dim + value_dim, rank).split([nope_dim, value_dim], dim=1)
+        matrices = absorb_layer(w_uk, w_uv, o_proj.view(-1, heads, value_dim), merge=merge)
+        shapes = {name: list(tensor.shape) for name, tensor in _named(matrices)}
+        tensors |= {f"layers.{layer}.{name}": tensor for name, tensor in _named(matrices)}
+        report("absorption", layer + 1, layers)
+    merged = "w_comb" in shapes
+    metadata = {
+        "format": "pt",
+        "merge": merge,
+        "merged": json.dumps(merged),
+        "layers": str(layers),
+        "shapes": json.dumps(shapes),
+        "source_digest": digest.hexdigest(),
+    }
+    file = folder / ABSORBED_FILE
+    _write_whole(tensors, metadata, file)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    return AbsorbedSummary(file, merged, layers, nbytes, digest.hexdigest())
+
+
+def attach_absorbed(model: Any, folder: Path) -> bool:
+    """Attach the folder's absorbed matrices to the native ``model`` loaded from it; return whether there were any.
+
+    They take the dtype and device of each layer's kv_b_proj, and decoding uses them from then on.
+
+    Raises:
+        FormatError: the model is not of the native format.
+        VerificationError: the file is damaged or was made from other weights than the folder's.
+    """
+    file = folder / ABSORBED_FILE
+    if not file.is_file():
+        return False
+    attentions = _attentions(model)
+    try:
+        with safe_open(file, framework="pt") as absorbed:
+            metadata = absorbed.metadata() or {}
+            if metadata.get("source_digest") != _folder_digest(folder, len(attentions)):
+                raise VerificationError(f"{file} was made from other weights than {folder} holds", _AGAIN)
+            ready = [_read_layer(absorbed.get_tensor, set(absorbed.keys()), i) for i in range(len(attentions))]
+    except (SafetensorError, OSError) as error:
+        raise VerificationError(f"{file} is damaged: {error}", _AGAIN) from error
+    for attention, matrices in zip(attentions, ready, strict=True):
+        weight = attention.kv_b_proj.weight
+        attention.absorbed = AbsorbedMatrices(
+            **{name: tensor.to(weight.device, weight.dtype) for name, tensor in _named(matrices)}
+        )
+    return True
+
+
+def _named(matrices: AbsorbedMatrices) -> list[tuple[str, Tensor]]:
+    named = [("w_uk", matrices.w_uk), ("w_uv_t", matrices.w_uv_t), ("w_comb", matrices.w_comb)]
+    return [(name, tensor) for name, tensor in named if tensor is not None]
+
+
+def _read_layer(get_tensor: Callable[[str], Tensor], names: set[str], layer: int) -> AbsorbedMatrices:
+    wanted = [name for name in ("w_uk", "w_uv_t", "w_comb") if f"layers.{layer}.{name}" in names]
+    try:
+        return AbsorbedMatrices(**{name: get_tensor(f"layers.{layer}.{name}") for name in wanted})
+    except (TypeError, ValueError) as error:
+        raise VerificationError(f"{ABSORBED_FILE} lacks matrices of layer {layer}", _AGAIN) from error
+
+
+def _attentions(model: Any) -> list[Any]:
+    attentions = [layer.self_attn for layer in model.model.layers]
+    if not all(hasattr(attention, "absorbed") for attention in attentions):
+        raise FormatError(
+            f"{type(model).__name__} does not decode with absorbed matrices", "convert with --format native"
+        )
+    return attentions
+
+
+def _native_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise SourceError(
+            f"{folder} has no readable config.json: {error}", "name a folder that convert wrote"
+        ) from error
+    if config.get("model_type") != "mla_convert":
+        raise FormatError(
+            f"{folder} holds a {config.get('model_type')!r} model, which does not decode with absorbed matrices",
+            "convert with --format native",
+        )
+    return config
+
+
+def _up_and_output(folder: Path, layer: int) -> tuple[Tensor, Tensor]:
+    """Return the layer's kv_b_proj [H·(N+V), C] and o_proj [D, H·V], read now."""
+    prefix = f"model.layers.{layer}.self_attn"
+    return _weight(folder, f"{prefix}.kv_b_proj.weight"), _weight(folder, f"{prefix}.o_proj.weight")
+
+
+def _weight(folder: Path, name: str) -> Tensor:
+    try:
+        index = folder / _INDEX_FILE
+        file = _SINGLE_FILE
+        if index.is_file():
+            file = json.loads(index.read_text(encoding="utf-8"))["weight_map"][name]
+        with safe_open(folder / file, framework="pt") as shard:
+            return shard.get_tensor(name)
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        raise SourceError(f"cannot read {name} of {folder}: {error}", "convert the model again") from error
+
+
+def _folder_digest(folder: Path, layers: int) -> str:
+    digest = hashlib.sha256()
+    for layer in range(layers):
+        _update(digest, *_up_and_output(folder, layer))
+    return digest.hexdigest()
+
+
+def _update(digest: Any, *weights: Tensor) -> None:
+    for weight in weights:
+        digest.update(f"{weight.dtype}{tuple(weight.shape)}".encode())
+        digest.update(weight.contiguous().view(torch.uint8).numpy())
+
+
+def _write_whole(tensors: dict[str, Tensor], metadata: dict[str, str], file: Path) -> None:
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        save_file(tensors, temporary, metadata=metadata)
+        temporary.replace(file)
+    except (OSError, SafetensorError) as error:
+        raise OutputError(
+            f"cannot write {file}: {error}", "free disk space or check the folder's permissions"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
