@@ -32,7 +32,6 @@ _DROPPED = (
 
 # Config fields of other families that would change the attention: field -> (harmless values, what it means).
 _FOREIGN_FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "partial_rotary_factor": ((None, 1, 1.0), "only part of each head rotates"),
     "attn_logit_softcapping": ((None, 0), "attention scores are capped"),
     "use_qk_norm": ((None, False), "queries and keys are normalised"),
     "qk_norm": ((None, False), "queries and keys are normalised"),

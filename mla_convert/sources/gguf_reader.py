@@ -126,7 +126,9 @@ class GGUFCheckpoint:
         out = torch.empty(self.shape(name), dtype=torch.float32)
         try:
             if out.dim() < 2:
-                out.copy_(torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type).copy()).view(out.shape))
+                out.copy_(
+                    torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type).copy()).view(out.shape)
+                )
                 return out
             rows = max(1, _BLOCK_NUMBERS // max(1, out[0].numel()))
             for start in range(0, out.shape[0], rows):

@@ -36,9 +36,7 @@ def build_model(
         UnaccountedTensorError: a parameter is left without a value.
     """
     with torch.device("meta"):
-        model = model_class._from_config(  # noqa: SLF001 (the public from_config takes no class)
-            copy.deepcopy(config), dtype=dtype, attn_implementation=attn_implementation
-        )
+        model = model_class._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attn_implementation)
     for name, value in tensors:
         _assign(model, name, value.to(device=device, dtype=dtype))
     if config.tie_word_embeddings:

