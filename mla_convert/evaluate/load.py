@@ -66,9 +66,10 @@ def _load_folder(
         import mla_convert.mla  # noqa: F401 - registers the native classes with transformers
     again = "convert or download the model again"
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, attn_implementation=attn_implementation, output_loading_info=True
         )
+        model, info = loaded
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:  # safetensors, tokenizers and transformers raise errors of no common kind
         raise SourceError(f"{folder} cannot be loaded: {_first_line(error)}", again) from error

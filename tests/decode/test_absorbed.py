@@ -9,7 +9,8 @@ from mla_convert.decode import ABSORBED_FILE, attach_absorbed, save_absorbed
 from mla_convert.decode import absorbed as module
 from mla_convert.errors import FormatError, MLAConvertError, OutputError, SourceError, VerificationError
 from mla_convert.mla import MLAForCausalLM
-from tests.evaluate.models import tiny_llama, tiny_native
+from tests.evaluate.models import tiny_native
+from tests.tiny import tiny_llama
 
 HEADS, NOPE, VALUE, RANK, WIDTH, LAYERS = 4, 8, 6, 10, 32, 3
 

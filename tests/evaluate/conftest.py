@@ -1,18 +1,18 @@
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
-from tests.evaluate.models import tiny_llama
-
-
-@pytest.fixture(scope="package")
-def llama() -> LlamaForCausalLM:
-    return tiny_llama(0)
+from tests.tiny import tiny_llama
 
 
 @pytest.fixture(scope="package")
-def other_llama() -> LlamaForCausalLM:
-    return tiny_llama(1)
+def llama() -> PreTrainedModel:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="package")
+def other_llama() -> PreTrainedModel:
+    return tiny_llama(seed=1)
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
-"""Tiny models and a tokenizer without any file behind them."""
+"""A native model, a table that stands for a model, and a tokenizer of single bytes; no file behind them."""
 
 from types import SimpleNamespace
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from mla_convert.mla import MLAConfig, MLAForCausalLM
 
@@ -21,22 +21,6 @@ class FixedLogits:
     def __call__(self, input_ids: torch.Tensor, **options) -> SimpleNamespace:
         self.calls.append(input_ids)
         return SimpleNamespace(logits=self.table[input_ids])
-
-
-def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.3,
-    }
-    return LlamaForCausalLM(LlamaConfig(**sizes | changes)).eval()
 
 
 def tiny_native(seed: int = 0, **changes) -> MLAForCausalLM:

@@ -6,7 +6,8 @@ import torch
 from mla_convert.errors import UsageError
 from mla_convert.evaluate.cache import cache_bytes_per_token, held_bytes, prefill
 from mla_convert.mla import MLAForCausalLM
-from tests.evaluate.models import tiny_llama, tiny_native
+from tests.evaluate.models import tiny_native
+from tests.tiny import tiny_llama
 
 
 @pytest.fixture
@@ -14,11 +15,11 @@ def native() -> MLAForCausalLM:
     return tiny_native()
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("kind", "kv_heads"), [("MQA", 1), ("GQA", 2), ("MHA", 4)])
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_llama_caches_keys_and_values_of_every_kv_head(kv_heads, dtype, size):
-    model = tiny_llama(num_key_value_heads=kv_heads).to(dtype)
-    assert cache_bytes_per_token(model) == 2 * kv_heads * 8 * 3 * size
+def test_llama_caches_keys_and_values_of_every_kv_head(kind, kv_heads, dtype, size):
+    model = tiny_llama(kind, dtype=dtype)
+    assert cache_bytes_per_token(model) == 2 * kv_heads * 16 * 2 * size
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])

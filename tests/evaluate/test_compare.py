@@ -3,7 +3,8 @@ import torch
 
 from mla_convert.errors import UsageError
 from mla_convert.evaluate import compare, perplexity
-from tests.evaluate.models import FixedLogits, tiny_llama
+from tests.evaluate.models import FixedLogits
+from tests.tiny import tiny_llama
 
 
 def test_a_model_agrees_with_itself(llama, windows):
@@ -63,4 +64,4 @@ def test_the_models_take_turns_batch_by_batch(windows):
 
 def test_refuses_another_vocabulary(llama, windows):
     with pytest.raises(UsageError, match="vocabular"):
-        compare(llama, tiny_llama(vocab_size=62), windows)
+        compare(llama, tiny_llama(vocab_size=289), windows)
