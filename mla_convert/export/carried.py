@@ -1,0 +1,49 @@
+"""What all output formats share: what they take over from the source as it is, and what they ask of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_convert.sources import Source
+
+
+def common_config(source: Source) -> dict[str, Any]:
+    """Return the config fields that any target takes over from the source as they are."""
+    spec = source.spec
+    fields: dict[str, Any] = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "hidden_act": spec.hidden_act,
+    }
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"):
+        value = getattr(source.config, name, None)
+        if value is not None or name != "initializer_range":
+            fields[name] = value
+    return fields
+
+
+def copied_tensors(source: Source, layer: int | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that the conversion leaves alone, each read when its turn comes, in `dtype`."""
+    for source_name, target_name in source.copied(layer):
+        yield target_name, source.tensor(source_name).to(dtype)
+
+
+def common_names(written: Mapping[int, frozenset[str]], num_layers: int) -> frozenset[str]:
+    """Return the tensor names that every layer was written with.
+
+    Raises:
+        ValueError: a layer is missing, or only some layers have a bias, for which configs have one switch.
+    """
+    if sorted(written) != list(range(num_layers)):
+        raise ValueError(f"layers {sorted(written)} were written, expected 0 to {num_layers - 1}")
+    names = set(written.values())
+    if len(names) > 1:
+        raise ValueError("only some layers have a bias; the class has one switch for all layers")
+    return names.pop()

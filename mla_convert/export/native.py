@@ -1,0 +1,123 @@
+"""The native output format: this project's own transformers class, shipped beside the weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mla_convert.errors import FormatError
+from mla_convert.export.carried import common_config, common_names, copied_tensors
+from mla_convert.export.shards import ShardWriter
+from mla_convert.mla import MLAConfig, MLAForCausalLM, MLAWeights, configuration_mla, modeling_mla
+from mla_convert.mla.names import to_hf
+from mla_convert.progress import Progress, silent
+from mla_convert.sources import Source
+from mla_convert.spec import MLAShape, SourceSpec
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_mla.MLAConfig",
+    "AutoModel": "modeling_mla.MLAModel",
+    "AutoModelForCausalLM": "modeling_mla.MLAForCausalLM",
+}
+
+
+def write_native(
+    source: Source,
+    layers: Iterable[tuple[int, MLAWeights]],
+    shape: MLAShape,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    max_shard_size: int | str = "5GB",
+    progress: Progress | None = None,
+) -> None:
+    """Write a folder that ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` loads.
+
+    `layers` yields every layer once, with its index, in any order. It is consumed one layer at a time, and the copied
+    tensors are read one at a time, so that at most one layer and one shard are in memory.
+
+    Raises:
+        FormatError: the source has sliding windows of different lengths.
+        OutputError: the folder cannot be written.
+        ValueError: a layer is missing or of another shape, or only some layers have a bias.
+    """
+    progress = progress or silent
+    _layer_types(source.spec)
+    written: dict[int, frozenset[str]] = {}
+    frequencies: dict[int, list[float]] = {}
+    with ShardWriter(folder, max_shard_size) as writer:
+        for name, tensor in copied_tensors(source, None, dtype):
+            writer.add(name, tensor)
+        for i, weights in layers:
+            if weights.shape != shape:
+                raise ValueError(f"layer {i} has shape {weights.shape}, expected {shape}")
+            tensors = to_hf(weights)
+            for name, tensor in tensors.items():
+                writer.add(f"model.layers.{i}.self_attn.{name}", tensor.to(dtype))
+            for name, tensor in copied_tensors(source, i, dtype):
+                writer.add(name, tensor)
+            written[i], frequencies[i] = frozenset(tensors), list(weights.inv_freq)
+            del weights, tensors  # or they would live on while the next layer is made
+            progress("write", len(written), source.spec.num_layers)
+    names = common_names(written, source.spec.num_layers)
+    rope_inv_freq = [frequencies[i] for i in range(source.spec.num_layers)]
+    native_config(source, shape, dtype=dtype, names=names, rope_inv_freq=rope_inv_freq).save_pretrained(folder)
+    for module in (configuration_mla, modeling_mla):
+        shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
+    source.save_companions(folder)
+
+
+def native_config(
+    source: Source,
+    shape: MLAShape,
+    *,
+    dtype: torch.dtype,
+    names: frozenset[str],
+    rope_inv_freq: list[list[float]],
+) -> MLAConfig:
+    """Return the native config of layers that hold the tensors `names` and turn at `rope_inv_freq` [layers, R/2]."""
+    spec = source.spec
+    layer_types, window = _layer_types(spec)
+    fields: dict[str, Any] = {
+        "architectures": [MLAForCausalLM.__name__],
+        "auto_map": AUTO_MAP,
+        "dtype": dtype,
+        "kv_lora_rank": shape.kv_rank,
+        "qk_rope_head_dim": shape.rope_dim,
+        "qk_nope_head_dim": shape.nope_dim,
+        "v_head_dim": shape.value_dim,
+        "rope_inv_freq": rope_inv_freq,
+        "rope_attention_scaling": spec.rope.attention_scaling,
+        "attention_scale": spec.attention_scale,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "query_bias": "q_proj.bias" in names,
+        "latent_bias": "kv_a_proj_with_mqa.bias" in names,
+        "output_bias": "o_proj.bias" in names,
+        "mlp_bias": spec.mlp_bias,
+        "layer_types": layer_types,
+        "sliding_window": window,
+        "tie_word_embeddings": spec.tie_word_embeddings,
+    }
+    return MLAConfig(**fields, **common_config(source))
+
+
+def _layer_types(spec: SourceSpec) -> tuple[list[str] | None, int | None]:
+    """Return transformers' ``layer_types`` and ``sliding_window``; None twice when every layer attends fully.
+
+    Raises:
+        FormatError: windows of different lengths, which the config cannot hold.
+    """
+    windows = sorted({window for window in spec.windows if window is not None})
+    if len(windows) > 1:
+        raise FormatError(
+            f"the native class holds one sliding window for all layers, the source has {windows}",
+            "a source whose sliding layers share one window",
+        )
+    if not windows:
+        return None, None
+    return ["full_attention" if window is None else "sliding_attention" for window in spec.windows], windows[0]

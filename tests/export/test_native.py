@@ -1,0 +1,151 @@
+"""The native folder: exact weights give the source's logits back, with nothing of this package to import."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
+
+from mla_convert.errors import FormatError
+from mla_convert.export import shards
+from mla_convert.export.native import write_native
+from mla_convert.export.reload import compare_logits, reload_logits, verify_folder
+from mla_convert.mla import MLAWeights
+from mla_convert.sources import Source, open_source
+from tests.export.exact import exact_layers, exact_shape
+from tests.tiny import VOCAB_SIZE, save_source, tiny_llama, tiny_mistral, tiny_qwen2
+
+FAMILIES = {
+    "llama-mha": lambda: tiny_llama("MHA"),
+    "llama-gqa": lambda: tiny_llama("GQA"),
+    "llama-mqa": lambda: tiny_llama("MQA"),
+    "llama-tied": lambda: tiny_llama(tied=True),
+    "llama-bias": lambda: tiny_llama(bias=True),
+    "llama-mlp-bias": lambda: tiny_llama(mlp_bias=True),
+    "llama3": lambda: tiny_llama(llama3=True),
+    "mistral-window": lambda: tiny_mistral(window=8),
+    "qwen2": lambda: tiny_qwen2(),
+    "qwen2-window": lambda: tiny_qwen2(window=8),
+}
+
+
+def prompt(length: int = 40) -> torch.Tensor:
+    return torch.randint(2, VOCAB_SIZE, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def source_logits(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids, use_cache=False).logits
+
+
+def written(source: Source, folder: Path, **options: object) -> Path:
+    folder.mkdir()
+    arguments = {"dtype": torch.float32, **options}
+    write_native(source, exact_layers(source), exact_shape(source.spec), folder, **arguments)  # type: ignore[arg-type]
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_weights_give_the_sources_logits(tmp_path: Path, family: str) -> None:
+    model = FAMILIES[family]()
+    source = open_source(str(save_source(model, tmp_path / "source")))
+    folder = written(source, tmp_path / "out")
+    check = compare_logits(reload_logits(folder, prompt()), source_logits(model, prompt()))
+    # float32 rounding through two layers of logits of size ten; any misplaced row is off by more than 0.1
+    assert check.max_logit_difference <= 1e-4
+    assert check.top1_agreement == 1.0
+
+
+def test_the_folder_loads_where_the_package_cannot_be_imported(tmp_path: Path) -> None:
+    model = tiny_qwen2()
+    source = open_source(str(save_source(model, tmp_path / "source")))
+    folder = written(source, tmp_path / "out", max_shard_size="20KB")
+    check = verify_folder(folder, prompt(), source_logits(model, prompt()), tolerance=1e-4, fresh_process=True)
+    assert check.tokens == 80
+
+
+def test_the_config_names_the_class_and_its_files(tmp_path: Path) -> None:
+    source = open_source(str(save_source(tiny_llama(), tmp_path / "source")))
+    folder = written(source, tmp_path / "out", dtype=torch.bfloat16)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["MLAForCausalLM"]
+    assert config["dtype"] == "bfloat16"
+    for reference in config["auto_map"].values():
+        module, name = reference.split(".")
+        assert f"class {name}" in (folder / f"{module}.py").read_text()
+    assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+
+
+def test_tokenizer_chat_template_and_generation_config_come_along(tmp_path: Path) -> None:
+    source = open_source(str(save_source(tiny_llama(), tmp_path / "source")))
+    names = {path.name for path in written(source, tmp_path / "out").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= names
+    assert "chat_template.jinja" in names
+
+
+def test_a_tied_head_is_not_written_twice(tmp_path: Path) -> None:
+    source = open_source(str(save_source(tiny_llama(tied=True), tmp_path / "source")))
+    with safe_open(written(source, tmp_path / "out") / "model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
+
+
+def test_no_more_than_one_layer_and_one_shard_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(str(save_source(tiny_llama(num_hidden_layers=6), tmp_path / "source")))
+    alive: list[weakref.ref[MLAWeights]] = []
+    most_alive = 0
+
+    def counted() -> Iterator[tuple[int, MLAWeights]]:
+        nonlocal most_alive
+        for i in range(source.spec.num_layers):
+            most_alive = max(most_alive, sum(reference() is not None for reference in alive))
+            _, weights = next(layer for layer in exact_layers(source) if layer[0] == i)
+            alive.append(weakref.ref(weights))
+            yield i, weights
+            del weights
+
+    sizes: list[int] = []
+    real = shards.save_file
+
+    def record(tensors: dict[str, torch.Tensor], *arguments: object, **options: object) -> None:
+        sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
+        real(tensors, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(shards, "save_file", record)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    write_native(source, counted(), exact_shape(source.spec), folder, dtype=torch.float32, max_shard_size="80KB")
+    assert most_alive == 0  # of those handed over, when the next one is made
+    assert max(sizes) <= 80_000
+    assert len(sizes) > 3
+
+
+def test_progress_counts_layers(tmp_path: Path) -> None:
+    source = open_source(str(save_source(tiny_llama(), tmp_path / "source")))
+    calls: list[tuple[str, int, int]] = []
+    written(source, tmp_path / "out", progress=lambda *call: calls.append(call))
+    assert calls == [("write", 1, 2), ("write", 2, 2)]
+
+
+def test_a_missing_layer_is_refused(tmp_path: Path) -> None:
+    source = open_source(str(save_source(tiny_llama(), tmp_path / "source")))
+    folder = tmp_path / "out"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="expected 0 to 1"):
+        write_native(source, [next(exact_layers(source))], exact_shape(source.spec), folder, dtype=torch.float32)
+
+
+def test_windows_of_two_lengths_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    source = open_source(str(save_source(tiny_mistral(window=8), tmp_path / "source")))
+    source.spec = replace(source.spec, windows=(8, 16))
+    with pytest.raises(FormatError, match=r"\[8, 16\]"):
+        written(source, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
