@@ -48,6 +48,11 @@ _FOREIGN = {
     "residual_scale": (None, 0.0, 1.0),
     "embedding_scale": (None, 0.0, 1.0),
     "rope.scaling.attn_factor": (None, 0.0, 1.0),
+    "rope.scaling.yarn_attn_factor": (None, 0.0, 1.0),
+    "rope.scaling.yarn_ext_factor": (None, -1.0, 1.0),
+    "rope.scaling.yarn_beta_fast": (None, 32.0),
+    "rope.scaling.yarn_beta_slow": (None, 1.0),
+    "rope.scaling.yarn_log_multiplier": (None, 0.0),
     "rope.scale_linear": (None, 0.0, 1.0),
 }
 

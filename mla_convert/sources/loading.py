@@ -39,6 +39,7 @@ def build_model(
         model = model_class._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attn_implementation)
     for name, value in tensors:
         _assign(model, name, value.to(device=device, dtype=dtype))
+        del value  # else it would still be held while the next one is read
     if config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     # Frequencies are a buffer that no checkpoint stores: made anew, off the meta device and always in float32.

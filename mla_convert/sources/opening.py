@@ -62,7 +62,10 @@ def _gguf_of_folder(folder: Path) -> Path | None:
             f"'{folder}' holds PyTorch pickle files but no safetensors",
             "convert them first: load the model in transformers and call save_pretrained on it",
         )
-    raise SourceError(f"'{folder}' has a config.json but no weights", "put its safetensors files beside it")
+    raise SourceError(
+        f"'{folder}' has a config.json but no safetensors weights",
+        "put its safetensors files beside it; a model published as PyTorch pickles has to be converted first",
+    )
 
 
 def _open_folder(ref: str, folder: Path) -> Source:

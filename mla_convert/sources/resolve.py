@@ -22,7 +22,7 @@ ALLOW_PATTERNS = (
     "NOTICE*",
     "USE_POLICY*",
 )
-IGNORE_PATTERNS = ("consolidated*", "original/*", "onnx/*", "*/*")
+IGNORE_PATTERNS = ("consolidated*", "*/*")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -33,6 +33,8 @@ def resolve(ref: str, *, revision: str | None, token: str | None) -> Path:
     Raises:
         SourceError: nothing is there, or it cannot be fetched.
     """
+    if not ref.strip():
+        raise SourceError("no source was named", f"give a model folder, a GGUF file, a hub model ID or {BUILTIN}...")
     if ref.startswith(BUILTIN):
         return _builtin(ref.removeprefix(BUILTIN))
     path = Path(ref).expanduser()
@@ -99,7 +101,7 @@ def _fetch(ref: str, revision: str | None, token: str | None) -> Path:
             f"neither a local path nor a model on the hub: {at}",
             "check the spelling; a private model needs --token or `hf auth login`",
         ) from error
-    except (OSError, errors.HfHubHTTPError) as error:
+    except Exception as error:  # errors of the client's HTTP library come through too, and it differs by version
         raise SourceError(
             f"cannot fetch {at} from the hub, and it is not in the local cache: {_first_line(error)}",
             "check the network (and HF_HUB_OFFLINE), or give the path of a local copy",

@@ -47,6 +47,7 @@ class Source:
         self._checkpoint = checkpoint
         self._companions = companions
         self._roles = adapter.account(spec, checkpoint)
+        self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def tensor_names(self) -> tuple[str, ...]:
         """The names of the stored tensors, as Hugging Face spells them (for GGUF too)."""
@@ -96,12 +97,14 @@ class Source:
         )
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The source's tokenizer with its chat template.
+        """The source's tokenizer with its chat template; the same object each time, for reading one takes seconds.
 
         Raises:
             SourceError: the source has none that transformers can load.
         """
-        return self._companions.load_tokenizer()
+        if self._tokenizer is None:
+            self._tokenizer = self._companions.load_tokenizer()
+        return self._tokenizer
 
     def save_companions(self, folder: Path) -> None:
         """Write tokenizer, chat template, generation config and licence files into ``folder``.
