@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +81,8 @@ def compare(
         tokens += batch.tokens
         report("comparison", done, len(batches))
     return Comparison(
-        model=_perplexity(model_nll, tokens),
-        reference=_perplexity(reference_nll, tokens),
+        model=Perplexity.of(model_nll, tokens),
+        reference=Perplexity.of(reference_nll, tokens),
         kl=divergence / tokens,
         top1_agreement=agreed / tokens,
         tokens=tokens,
@@ -98,8 +97,3 @@ def _kl(log_p: Tensor, log_q: Tensor) -> float:
     """Return the sum over rows of Σ p (log p − log q), in nats; a token that p rules out adds nothing."""
     terms = log_p.exp() * (log_p - log_q)
     return terms.masked_fill_(log_p.isneginf(), 0.0).sum().item()
-
-
-def _perplexity(total_nll: float, tokens: int) -> Perplexity:
-    nll = total_nll / tokens
-    return Perplexity(math.exp(nll), nll, tokens)

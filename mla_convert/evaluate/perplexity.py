@@ -27,6 +27,13 @@ class Perplexity:
     nll_per_token: float
     tokens: int
 
+    @classmethod
+    def of(cls, total_nll: float, tokens: int) -> Perplexity:
+        """Return the perplexity of ``tokens`` scored tokens with a total of ``total_nll`` nats."""
+        nll = total_nll / tokens
+        # A float ends at e^709; a model that is worse than that has a perplexity all the same.
+        return cls(math.exp(nll) if not nll > 709.0 else math.inf, nll, tokens)
+
 
 @torch.inference_mode()
 def perplexity(
@@ -56,5 +63,4 @@ def perplexity(
             total_nll -= log_p.gather(1, target).sum().item()
         tokens += batch.tokens
         report("perplexity", done, len(batches))
-    nll = total_nll / tokens
-    return Perplexity(math.exp(nll), nll, tokens)
+    return Perplexity.of(total_nll, tokens)

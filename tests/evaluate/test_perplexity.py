@@ -33,6 +33,13 @@ def test_a_model_that_knows_the_text_has_perplexity_1():
     assert perplexity(FixedLogits(table), windows).perplexity == pytest.approx(1.0, rel=1e-12)
 
 
+def test_a_hopeless_model_has_infinite_perplexity():
+    table = torch.zeros(10, 10)
+    table[:, 0] = 1000.0
+    found = perplexity(FixedLogits(table), torch.arange(10).view(1, 10))
+    assert (found.perplexity, found.nll_per_token) == (math.inf, 1000.0)
+
+
 def test_bfloat16_logits_are_upcast():
     table = torch.randn(61, 61, generator=torch.Generator().manual_seed(0)).bfloat16()
     windows = torch.arange(60).view(2, 30)
