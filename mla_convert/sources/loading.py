@@ -41,7 +41,7 @@ def build_model(
         _assign(model, name, value.to(device=device, dtype=dtype))
         del value  # else it would still be held while the next one is read
     if config.tie_word_embeddings:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+        model.get_submodule("lm_head").weight = model.get_input_embeddings().weight
     # Frequencies are a buffer that no checkpoint stores: made anew, off the meta device and always in float32.
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     left = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]
