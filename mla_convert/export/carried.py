@@ -29,10 +29,20 @@ def common_config(source: Source) -> dict[str, Any]:
     return fields
 
 
-def copied_tensors(source: Source, layer: int | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that the conversion leaves alone, each read when its turn comes, in `dtype`."""
+def copied_tensors(
+    source: Source, layer: int | None, dtype: torch.dtype, factors: Mapping[str, float] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that are not converted, each read when its turn comes, in `dtype`.
+
+    Args:
+        factors: the name of a module (``down_proj``) -> what its weight is multiplied by, before it is rounded.
+    """
     for source_name, target_name in source.copied(layer):
-        yield target_name, source.tensor(source_name).to(dtype)
+        tensor = source.tensor(source_name)
+        factor = (factors or {}).get(target_name.split(".")[-2], 1.0)
+        if factor != 1.0:
+            tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
+        yield target_name, tensor.to(dtype)
 
 
 def common_names(written: Mapping[int, frozenset[str]], num_layers: int) -> frozenset[str]:

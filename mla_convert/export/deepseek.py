@@ -22,17 +22,23 @@ from mla_convert.spec import MLAShape, SourceSpec
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
+_WIDE = ("float32", "float64")
 _NATIVE = "--format native, which holds any of this"
 
 
 def check_deepseek(
-    spec: SourceSpec, *, rope_parameters: Mapping[str, Any] | None = None, engine_eps: bool = True
+    spec: SourceSpec,
+    *,
+    rope_parameters: Mapping[str, Any] | None = None,
+    engine_eps: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[str, ...]:
     """Return what the stock class's constraints cost this source, as sentences for the record.
 
     Args:
         rope_parameters: of the folder to be written; by default the source's.
         engine_eps: see :func:`write_deepseek`.
+        dtype: of the folder to be written.
 
     Raises:
         FormatError: the stock class cannot express the source, with the reason.
@@ -52,16 +58,8 @@ def check_deepseek(
             f"RoPE of type {rope_type} is for transformers (and engines that run its classes): vLLM's own DeepSeek "
             "class and llama.cpp read it wrongly without a word."
         )
-    if spec.rms_norm_eps != LATENT_EPS and engine_eps:
-        notes.append(
-            f"rms_norm_eps is {LATENT_EPS:g} instead of the source's {spec.rms_norm_eps:g} in all norms, because "
-            f"engines take the latent norm's eps from the config and transformers uses {LATENT_EPS:g} there."
-        )
-    elif spec.rms_norm_eps != LATENT_EPS:
-        notes.append(
-            f"rms_norm_eps is the source's {spec.rms_norm_eps:g}: right in transformers only, since other engines "
-            "use it for the latent norm too."
-        )
+    if spec.rms_norm_eps != LATENT_EPS:
+        notes.append(_eps_note(spec, dtype, engine_eps=engine_eps))
     if spec.query_bias or spec.key_bias or spec.value_bias or spec.output_bias:
         notes.append(
             "Biases are exact in transformers (attention_bias); other engines skip or misread them without a word."
@@ -98,8 +96,9 @@ def write_deepseek(
     Args:
         rope_parameters: transformers' ``rope_parameters`` of the folder, at whose frequencies for dim R all layers'
             slots must be; see :func:`longrope_parameters` for free ones.
-        engine_eps: write rms_norm_eps 1e-6, on which all engines agree with transformers. False keeps the source's,
-            which is right in transformers only.
+        engine_eps: write rms_norm_eps 1e-6, on which all engines agree with transformers. Where the source's differs,
+            the residual stream is scaled to match (see :func:`residual_scale`). False keeps the source's eps, which is
+            right in transformers only.
 
     Raises:
         FormatError: the class cannot express the source, a layer's frequencies are not the class's, or dtype is
@@ -109,7 +108,7 @@ def write_deepseek(
     """
     progress = progress or silent
     spec = source.spec
-    check_deepseek(spec, rope_parameters=rope_parameters, engine_eps=engine_eps)
+    check_deepseek(spec, rope_parameters=rope_parameters, engine_eps=engine_eps, dtype=dtype)
     if dtype == torch.float16:
         raise FormatError(
             "float16 cannot hold the latent's rows, which this format scales by 2^-20", "--dtype bfloat16 or float32"
@@ -120,20 +119,27 @@ def write_deepseek(
     rotary = DeepseekV3RotaryEmbedding(config)
     nope_factor = spec.attention_scale / _softmax_scale(config)
     rope_factor = nope_factor * (spec.rope.attention_scaling / rotary.attention_scaling) ** 2
+    residual = residual_scale(spec, dtype) if engine_eps else 1.0
     written: dict[int, frozenset[str]] = {}
     with ShardWriter(folder, max_shard_size) as writer:
-        for name, tensor in copied_tensors(source, None, dtype):
+        for name, tensor in copied_tensors(source, None, dtype, {"embed_tokens": residual}):
             writer.add(name, tensor)
-            if spec.tie_word_embeddings and name == "model.embed_tokens.weight":
-                writer.add("lm_head.weight", tensor)  # engines other than transformers do not tie
+        if spec.tie_word_embeddings:  # not every engine ties
+            writer.add("lm_head.weight", _copied_tensor(source, None, "model.embed_tokens.weight").to(dtype))
         for i, weights in layers:
             if weights.shape != shape:
                 raise ValueError(f"layer {i} has shape {weights.shape}, expected {shape}")
             _check_frequencies(i, weights.inv_freq, rotary.inv_freq.tolist())
-            tensors = deepseek_layer(weights, _input_norm(source, i), nope_factor=nope_factor, rope_factor=rope_factor)
+            tensors = deepseek_layer(
+                weights,
+                _copied_tensor(source, i, f"model.layers.{i}.input_layernorm.weight"),
+                nope_factor=nope_factor,
+                rope_factor=rope_factor,
+                output_factor=residual,
+            )
             for name, tensor in tensors.items():
                 writer.add(f"model.layers.{i}.self_attn.{name}", tensor.to(dtype))
-            for name, tensor in copied_tensors(source, i, dtype):
+            for name, tensor in copied_tensors(source, i, dtype, {"down_proj": residual}):
                 writer.add(name, tensor)
             written[i] = frozenset(tensors)
             del weights, tensors  # or they would live on while the next layer is made
@@ -207,6 +213,18 @@ def longrope_parameters(inv_freq: Sequence[float], theta: float, max_position_em
     }
 
 
+def residual_scale(spec: SourceSpec, dtype: torch.dtype) -> float:
+    """Return β such that norms with eps 1e-6 see β times the residual stream as the source's norms see it with theirs.
+
+    With β = sqrt(1e-6/eps), βx / sqrt(mean((βx)²) + 1e-6) = x / sqrt(mean(x²) + eps): exact, when everything that
+    writes to the residual stream (embedding, o_proj, down_proj) is scaled by β. It is 1 from 16 bits to 16 bits, where
+    the product would have to be rounded again, which costs more than the eps.
+    """
+    if spec.dtype not in _WIDE and str(dtype).removeprefix("torch.") not in _WIDE:
+        return 1.0
+    return math.sqrt(LATENT_EPS / spec.rms_norm_eps)
+
+
 def _positions(spec: SourceSpec) -> int:
     """The context up to which no sliding window cuts anything off."""
     return min([spec.max_position_embeddings, *(window for window in spec.windows if window is not None)])
@@ -218,9 +236,27 @@ def _softmax_scale(config: DeepseekV3Config) -> float:
         return float(DeepseekV3Attention(config, layer_idx=0).scaling)
 
 
-def _input_norm(source: Source, layer: int) -> torch.Tensor:
-    target = f"model.layers.{layer}.input_layernorm.weight"
+def _copied_tensor(source: Source, layer: int | None, target: str) -> torch.Tensor:
     return next(source.tensor(name) for name, copied in source.copied(layer) if copied == target)
+
+
+def _eps_note(spec: SourceSpec, dtype: torch.dtype, *, engine_eps: bool) -> str:
+    if not engine_eps:
+        return (
+            f"rms_norm_eps is the source's {spec.rms_norm_eps:g}: right in transformers only, since other engines use "
+            "it for the latent norm too."
+        )
+    why = f"engines take the latent norm's eps from the config, and transformers uses {LATENT_EPS:g} there"
+    scale = residual_scale(spec, dtype)
+    if scale != 1.0:
+        return (
+            f"rms_norm_eps is {LATENT_EPS:g}, since {why}. The residual stream is {scale:.4g} times the source's, at "
+            f"which every norm is what it was with {spec.rms_norm_eps:g}."
+        )
+    return (
+        f"rms_norm_eps is {LATENT_EPS:g} instead of the source's {spec.rms_norm_eps:g} in all norms, since {why}; the "
+        "exact remedy, scaling the residual stream, would round the weights once more."
+    )
 
 
 def _check_frequencies(layer: int, found: Sequence[float], expected: Sequence[float]) -> None:

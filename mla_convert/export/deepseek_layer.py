@@ -56,6 +56,7 @@ def deepseek_layer(
     *,
     nope_factor: float,
     rope_factor: float,
+    output_factor: float = 1.0,
 ) -> dict[str, Tensor]:
     """Return the layer's tensors under DeepSeek's names (below ``self_attn.``), in float64.
 
@@ -71,6 +72,7 @@ def deepseek_layer(
         input_norm: the weight of the RMSNorm before the attention; it bounds the latent: ‖x / input_norm‖² ≤ D.
         nope_factor: content scores are to be multiplied by it.
         rope_factor: RoPE scores likewise.
+        output_factor: the attention's output likewise.
     """
     w = weights.to(torch.float64)
     norm = linear_norm(_latent_mean_square(w.w_dkv, input_norm.to(torch.float64)))
@@ -80,7 +82,7 @@ def deepseek_layer(
         "kv_a_proj_with_mqa.weight": torch.cat((w.w_dkv * norm.scale, w.w_kr[order])),
         "kv_a_layernorm.weight": torch.full((w.w_dkv.shape[0],), norm.weight, dtype=torch.float64),
         "kv_b_proj.weight": torch.cat((w.w_uk, w.w_uv), dim=1).flatten(0, 1) * norm.gain,
-        "o_proj.weight": w.w_o.flatten(1),
+        "o_proj.weight": w.w_o.flatten(1) * output_factor,
     }
     biases = (w.b_dkv, w.b_kr, w.b_uq, w.b_qr, w.b_o)
     if all(bias is None for bias in biases):
@@ -93,7 +95,7 @@ def deepseek_layer(
     output_bias = torch.zeros(w.w_o.shape[0], dtype=torch.float64) if output is None else output
     if latent is not None:
         output_bias = output_bias + torch.einsum("dhv,hvc,c->d", w.w_o, w.w_uv, latent)
-    tensors |= {"kv_a_proj_with_mqa.bias": key_bias, "o_proj.bias": output_bias}
+    tensors |= {"kv_a_proj_with_mqa.bias": key_bias, "o_proj.bias": output_bias * output_factor}
     if w.b_uq is None or w.b_qr is None:
         return {"q_proj.weight": w_q, **tensors}
     b_q = torch.cat((w.b_uq * nope_factor, w.b_qr[:, order] * rope_factor), dim=1).flatten()

@@ -109,7 +109,7 @@ def test_a_yarn_classs_own_factors_are_undone(tmp_path: Path) -> None:
 
 
 def test_the_folder_is_a_dense_stock_model(tmp_path: Path) -> None:
-    source = open_source(str(save_source(tiny_llama("MQA", tied=True), tmp_path / "source")))
+    source = open_source(str(save_source(tiny_llama("MQA", tied=True, **EPS), tmp_path / "source")))
     folder = written(source, tmp_path / "out", DEFAULT_ROPE, dtype=torch.bfloat16)
     config = json.loads((folder / "config.json").read_text())
     expected = {
@@ -166,14 +166,25 @@ def test_huge_activations_stay_linear(tmp_path: Path) -> None:
     verify_folder(folder, prompt(), source_logits(model, prompt()), tolerance=1e-4)
 
 
-def test_the_sources_own_eps_is_exact_in_transformers(tmp_path: Path) -> None:
-    model = tiny_llama("MQA", rms_norm_eps=1e-2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_another_eps_is_met_exactly_by_a_scaled_residual_stream(tmp_path: Path, tied: bool) -> None:
+    model = tiny_llama("MQA", bias=True, tied=tied, rms_norm_eps=1e-2)
     source = open_source(str(save_source(model, tmp_path / "source")))
-    folder = written(source, tmp_path / "own", DEFAULT_ROPE, engine_eps=False)
-    verify_folder(folder, prompt(), source_logits(model, prompt()), tolerance=1e-4)
-    folder = written(source, tmp_path / "engine", DEFAULT_ROPE)
-    check = compare_logits(reload_logits(folder, prompt()), source_logits(model, prompt()))
-    assert check.max_logprob_difference > 1e-3
+    for name, engine_eps in (("engines", True), ("transformers", False)):
+        folder = written(source, tmp_path / name, DEFAULT_ROPE, engine_eps=engine_eps)
+        verify_folder(folder, prompt(), source_logits(model, prompt()), tolerance=1e-4)
+        config = json.loads((folder / "config.json").read_text())
+        assert config["rms_norm_eps"] == (1e-6 if engine_eps else 1e-2)
+
+
+def test_between_16_bit_types_weights_are_not_rounded_twice(tmp_path: Path) -> None:
+    model = tiny_llama("MQA", dtype=torch.bfloat16)
+    source = open_source(str(save_source(model, tmp_path / "source")))
+    folder = written(source, tmp_path / "out", DEFAULT_ROPE, dtype=torch.bfloat16)
+    stored = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"):
+        assert torch.equal(stored[name], model.state_dict()[name])
+    assert any("instead of the source's 1e-05" in note for note in check_deepseek(source.spec))
 
 
 def test_frequencies_that_are_not_the_classs_are_refused(tmp_path: Path) -> None:
