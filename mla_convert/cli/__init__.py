@@ -101,9 +101,10 @@ def _run(arguments: Sequence[str], log: logging.Logger) -> int:
         outcome = INTERRUPTED
     except Exception as error:
         # What typer raises for a wrong command line has no public base class in all supported versions.
-        if hasattr(error, "format_message"):
+        complaint = getattr(error, "format_message", None)
+        if complaint is not None:
             where = getattr(getattr(error, "ctx", None), "command_path", "mla-convert")
-            return _fail(error.format_message().rstrip("."), f"{where} --help", 2)
+            return _fail(complaint().rstrip("."), f"{where} --help", 2)
         if log.isEnabledFor(logging.DEBUG):
             traceback.print_exc()
         summary = " ".join(str(error).split()) or "no message"

@@ -37,7 +37,9 @@ def convert(
     cache: Annotated[
         float | None,
         typer.Option(
-            metavar="F", help="Share of the source's cache to keep, above 0 and at most 1.", show_default=False
+            metavar="F",
+            help="Share of the source's cache to keep, above 0 and at most 1.",
+            show_default="0.5; exact: 1.0",
         ),
     ] = None,
     kv_rank: Annotated[
@@ -128,6 +130,7 @@ def convert(
             record = pipeline.convert(request, progress)
         console.result({"source": source, "out": str(out), "plan": facts, "record": record})
         _show_plan(console, source, facts)
+        _show_errors(console, record)
         _show_next(console, source, out)
 
 
@@ -179,10 +182,29 @@ def _show_plan(console: Screen, source: str, facts: dict[str, Any]) -> None:
     change = f"{facts['ratio'] - 1:+.1%}"
     title = f"{source} to {facts['format']}, recipe {facts['recipe']}: C {shape['kv_rank']}, R {shape['rope_dim']}"
     rows = [
-        ("numbers a layer and token", facts["source_cached_per_token_layer"], facts["cached_per_token_layer"], change),
+        (
+            "numbers a layer and token",
+            facts["source_cached_per_token_layer"],
+            f"{facts['cached_per_token_layer']:g}",
+            change,
+        ),
         *((f"bytes a token, {dtype}", f"{before[dtype]:,}", f"{after[dtype]:,}", change) for dtype in CACHE_DTYPES),
     ]
     console.table(title, ("cache", "before", "after", "change"), rows)
+
+
+def _show_errors(console: Screen, record: dict[str, Any]) -> None:
+    """Show the errors of the layers as conversion.json names them: the mean, and the worst with its layer."""
+    layers = record["layer_errors"]
+    if not layers:
+        return
+    rows = []
+    for name in layers[0]:
+        values = [layer[name] for layer in layers]
+        worst = max(range(len(values)), key=values.__getitem__)
+        rows.append((name, f"{sum(values) / len(values):.4f}", f"{values[worst]:.4f}", worst))
+    console.line()
+    console.table("shares lost, by the calibration's measure", ("", "mean", "worst", "in layer"), rows)
 
 
 def _show_next(console: Screen, source: str, out: Path) -> None:
