@@ -114,7 +114,7 @@ def _run(arguments: Sequence[str], log: logging.Logger) -> int:
             UNEXPECTED,
         )
     if outcome == INTERRUPTED:
-        typer.echo("interrupted: nothing that was being written has been kept", err=True)
+        typer.echo("interrupted: no partial output is left", err=True)
     return outcome if isinstance(outcome, int) else 0
 
 

@@ -29,7 +29,8 @@ class Screen:
         self.as_json = as_json
         self._quiet = quiet
         self._result: Mapping[str, Any] | None = None
-        self._out = Console(file=out, highlight=False, soft_wrap=True)
+        # In a pipe nothing is wrapped: a line of a table stays one line.
+        self._out = Console(file=out, highlight=False, soft_wrap=True, width=None if out.isatty() else 1000)
         self._err = Console(file=err, highlight=False)
 
     @property
@@ -60,17 +61,25 @@ class Screen:
             self._out.file.write(text)
             self._out.file.flush()
 
+    def facts(self, title: str, rows: Sequence[tuple[str, object]]) -> None:
+        """Print names and what they are for a reader, a line each, under a title."""
+        width = max(len(name) for name, _ in rows)
+        self.line(title)
+        for name, value in rows:
+            self.line(f"{name:<{width}}  {value}")
+
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Print a table for a reader: the first column to the left, the others to the right."""
         if self.as_json:
             return
-        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        table = Table(
+            title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 3, 0, 0)
+        )
         for index, column in enumerate(columns):
             table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
         for row in rows:
             table.add_row(*(str(cell) for cell in row))
-        width = self._out.width if self._out.is_terminal else 10_000
-        self._out.print(table, width=width, markup=False)
+        self._out.print(table, markup=False)
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[_Bars | None]:
@@ -80,6 +89,18 @@ class Screen:
             return
         with _Bars(self._err) as bars:
             yield bars
+
+    def silence_loading(self) -> None:
+        """Turn off transformers' bars for loading weights, which takes a moment; the hub's, for downloads, may stay.
+
+        Imports transformers: for commands that load a model anyway.
+        """
+        from huggingface_hub.utils import enable_progress_bars
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        if self.interactive:
+            enable_progress_bars()
 
     def flush_result(self) -> None:
         """Print the JSON object, if one was asked for and given."""

@@ -38,7 +38,7 @@ def convert(
         float | None,
         typer.Option(
             metavar="F",
-            help="Share of the source's cache to keep, above 0 and at most 1.",
+            help="Share of the source's cache to keep: above 0, at most 1.",
             show_default="0.5; exact: 1.0",
         ),
     ] = None,
@@ -126,6 +126,7 @@ def convert(
             console.result({"source": source, "out": str(out), "dry_run": True, "plan": facts})
             _show_plan(console, source, facts)
             return
+        console.silence_loading()
         with console.progress() as progress:
             record = pipeline.convert(request, progress)
         console.result({"source": source, "out": str(out), "plan": facts, "record": record})

@@ -69,6 +69,7 @@ def evaluate(
         from mla_convert.calibrate.text import read_text, windows
         from mla_convert.evaluate import cache_bytes_per_token, compare, load_for_evaluation, perplexity
 
+        out.silence_loading()
         number_type = getattr(torch, dtype)
         corpus = read_text(text)
         loaded, tokenizer = load_for_evaluation(model, number_type, revision=revision, token=token)

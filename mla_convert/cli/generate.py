@@ -54,6 +54,7 @@ def generate(
         from mla_convert.decode import generate as continue_prompt
         from mla_convert.evaluate import load_for_evaluation
 
+        out.silence_loading()
         loaded, tokenizer = load_for_evaluation(model, getattr(torch, dtype), revision=revision, token=token)
         absorbed = _prepare(loaded, Path(model), mode)
         if not json:

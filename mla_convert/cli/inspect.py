@@ -126,7 +126,7 @@ def _show(out: Screen, facts: dict[str, Any]) -> None:
         ("cached a layer and token", f"{facts['cached_per_token_layer']} numbers"),
         ("cache a token", f"{cache['bfloat16']:,} bytes in bfloat16, {cache['float32']:,} in float32"),
     ]
-    out.table(str(facts["source"]), ("", ""), rows)
+    out.facts(str(facts["source"]), rows)
     out.line()
     columns = ("cache", "C (latent)", "R (RoPE)", "C + R", "bytes a token, bfloat16", "float32")
     out.table("what budgets give (default recipe)", columns, [_budget_row(budget) for budget in facts["budgets"]])
