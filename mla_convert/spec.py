@@ -13,6 +13,7 @@ from typing import Any, Literal
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 OutputFormat = Literal["native", "deepseek"]
+StockRope = Literal["default", "longrope"]
 
 
 @dataclass(frozen=True)

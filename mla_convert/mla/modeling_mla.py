@@ -382,7 +382,7 @@ class MLAForCausalLM(MLAPreTrainedModel, GenerationMixin):
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            **{_CACHE_FIELD: outputs[_CACHE_FIELD] if _CACHE_FIELD in outputs else None},
+            **{_CACHE_FIELD: outputs.get(_CACHE_FIELD)},
         )
 
 

@@ -33,10 +33,10 @@ def to_hf(weights: MLAWeights) -> dict[str, Tensor]:
         parts = [getattr(weights, symbol) for symbol in symbols]
         if any(part is None for part in parts):
             continue
-        match name.split("."):
-            case ["q_proj" | "kv_b_proj", kind]:
+        match name.split(".")[0]:
+            case "q_proj" | "kv_b_proj":
                 stacked = torch.cat(parts, dim=1).flatten(0, 1)  # per head: [no-RoPE | RoPE] or [key | value] rows
-            case ["kv_a_proj_with_mqa", kind]:
+            case "kv_a_proj_with_mqa":
                 stacked = torch.cat(parts, dim=0)
             case _:
                 stacked = parts[0].flatten(1) if parts[0].ndim == 3 else parts[0]
@@ -44,9 +44,7 @@ def to_hf(weights: MLAWeights) -> dict[str, Tensor]:
     return tensors
 
 
-def from_hf(
-    tensors: Mapping[str, Tensor], shape: MLAShape, num_heads: int, inv_freq: tuple[float, ...]
-) -> MLAWeights:
+def from_hf(tensors: Mapping[str, Tensor], shape: MLAShape, num_heads: int, inv_freq: tuple[float, ...]) -> MLAWeights:
     """The inverse of :func:`to_hf`. `shape` says where the stacks are cut.
 
     Raises:

@@ -1,0 +1,107 @@
+"""The running sums of one layer's calibration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+
+from mla_convert.calibrate.statistics import LayerStatistics
+from mla_convert.maths.rope import to_pairs
+from mla_convert.spec import SourceSpec
+
+
+class LayerAccumulator:
+    """Adds token contexts to the sums of a :class:`LayerStatistics`; inputs are float64, on any device."""
+
+    def __init__(self, spec: SourceSpec) -> None:
+        heads, groups, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        pairs = spec.rope.dim // 2
+        self.tokens = 0
+        self.key_value = torch.zeros(spec.kv_width, spec.kv_width, dtype=torch.float64)
+        self.attended = torch.zeros_like(self.key_value)
+        self.attended_weight = 0.0
+        self.query = torch.zeros(heads, dim, dim, dtype=torch.float64)
+        self.rotation = torch.zeros(heads, pairs, dtype=torch.complex128)
+        self.query_energy = torch.zeros(heads, pairs, dtype=torch.float64)
+        self.pair_tokens = 0
+        self.pair_gradients = torch.zeros(pairs, groups + heads, groups + heads, dtype=torch.complex128)
+        self.constants: Complex[Tensor, "H F"] | None = None
+        self.content_tokens = 0
+        self.content_gradients = torch.zeros_like(self.key_value)
+
+    def add_forward(
+        self,
+        query: Float[Tensor, "H S K"],
+        key: Float[Tensor, "G S K"],
+        value: Float[Tensor, "G S V"],
+        weights: Float[Tensor, "H S T"],
+        cos: Float[Tensor, "S F"],
+        sin: Float[Tensor, "S F"],
+    ) -> None:
+        """Add a context: queries and keys before RoPE, values, attention weights, and the positions' angles."""
+        stacked = torch.cat((_by_token(key), _by_token(value)), dim=1)
+        received = weights.double().square().sum((0, 1))
+        self.tokens += query.shape[1]
+        self.key_value += (stacked.mT @ stacked).cpu()
+        self.attended += ((stacked * received[:, None]).mT @ stacked).cpu()
+        self.attended_weight += received.sum().item()
+        self.query += (query.mT @ query).cpu()
+        energy = to_pairs(query).abs().square()
+        # Σ_s p_ts e^{i·theta·s}, then turned back by each query's own position
+        ahead = torch.complex(weights @ cos.to(weights.dtype), weights @ sin.to(weights.dtype)).to(torch.complex128)
+        self.rotation += (energy * ahead * torch.complex(cos, -sin)).sum(1).cpu()
+        self.query_energy += energy.sum(1).cpu()
+
+    def add_pair_gradients(self, key: Float[Tensor, "G S K"], probe: Float[Tensor, "H S K"]) -> None:
+        """Add a context's gradients at keys before RoPE and at each query head's unrotated keys."""
+        stacked = to_pairs(torch.cat((key, probe))).permute(2, 0, 1)  # [F GH S]
+        self.pair_tokens += key.shape[1]
+        self.pair_gradients += (stacked @ stacked.mH).cpu()
+
+    def add_content_gradients(self, key: Float[Tensor, "G S K"], value: Float[Tensor, "G S V"]) -> None:
+        """Add a context's gradients at content keys (taken with `constants`) and values."""
+        stacked = torch.cat((_by_token(key), _by_token(value)), dim=1)
+        self.content_tokens += key.shape[1]
+        self.content_gradients += (stacked.mT @ stacked).cpu()
+
+    def pair_moment(self) -> Complex[Tensor, "F GH GH"]:
+        """The mean of the pair gradients' sums so far."""
+        return self.pair_gradients / self.pair_tokens
+
+    def replace_rotation(self, query: Float[Tensor, "1 H S K"]) -> Float[Tensor, "1 H S K"]:
+        """Multiply queries before RoPE by conj(rho), pair by pair: what the content path scores with."""
+        assert self.constants is not None  # fitted before the first content context
+        rho = self.constants[None, :, None].to(query.device)
+        real, imaginary = query.chunk(2, dim=-1)
+        cos, sin = rho.real.to(query.dtype), rho.imag.to(query.dtype)
+        return torch.cat((real * cos + imaginary * sin, imaginary * cos - real * sin), dim=-1)
+
+    def statistics(self) -> LayerStatistics:
+        """The sums so far."""
+        forward = LayerStatistics(
+            tokens=self.tokens,
+            key_value=self.key_value,
+            attended=self.attended,
+            attended_weight=self.attended_weight,
+            query=self.query,
+            rotation=self.rotation,
+            query_energy=self.query_energy,
+        )
+        if not self.content_tokens:
+            return forward
+        return replace(
+            forward,
+            pair_tokens=self.pair_tokens,
+            pair_gradients=self.pair_gradients,
+            constants=self.constants,
+            content_tokens=self.content_tokens,
+            content_gradients=self.content_gradients,
+        )
+
+
+def _by_token(heads: Float[Tensor, "G S K"]) -> Float[Tensor, "S J"]:
+    """Stack the heads of each token: [S, G·K]."""
+    return heads.transpose(0, 1).flatten(1)

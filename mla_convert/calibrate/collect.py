@@ -1,0 +1,223 @@
+"""One walk over calibration text: a forward pass, and for Fisher weights a backward pass, into moments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from mla_convert.calibrate.accumulate import LayerAccumulator
+from mla_convert.calibrate.statistics import LayerStatistics
+from mla_convert.errors import SourceError
+from mla_convert.maths.decouple import substitute_rotation
+from mla_convert.maths.rope import unrotate
+from mla_convert.progress import Progress, silent
+from mla_convert.spec import SourceSpec
+
+IMPLEMENTATION = "mla_convert_calibration"
+# Share of the token contexts on which the constants that replace rotations are fitted; the rest then gathers the
+# gradients of the content path that these constants define.
+PAIR_SHARE = 0.25
+CONSTANT_DAMPING = 1e-3
+
+
+def collect(
+    model: Any,
+    spec: SourceSpec,
+    windows: Int[Tensor, "n S"],
+    *,
+    gradients: bool,
+    seed: int,
+    progress: Progress | None = None,
+) -> tuple[LayerStatistics, ...]:
+    """Run `model` over the token contexts and return the moments of every layer.
+
+    With `gradients` the loss is the cross-entropy on labels sampled from the model's own predictions, so that the
+    gradients' second moment is the Fisher information and not its empirical namesake (Kunstner et al., 2019,
+    arXiv:1905.12558). The labels of a context depend on `seed` and the context's place alone. Gradients are taken at
+    keys before RoPE and, through keys of value zero that are added without rotation, at the content keys of the
+    converted model. The model's parameters keep no gradients.
+
+    Args:
+        model: a transformers decoder whose attention goes through the attention interface; in evaluation mode.
+        windows: token ids, contexts of equal length from position 0.
+
+    Raises:
+        SourceError: the source's activations or gradients are not finite.
+    """
+    progress = progress or silent
+    accumulators = [LayerAccumulator(spec) for _ in range(spec.num_layers)]
+    pair_contexts = max(1, math.ceil(PAIR_SHARE * len(windows))) if gradients else 0
+    if gradients and len(windows) == 1:
+        pair_contexts = 0  # a single context serves both stages, one after the other
+    stages = [("pairs", i) for i in range(pair_contexts)]
+    stages += [("content" if gradients else "forward", i) for i in range(pair_contexts, len(windows))]
+    if gradients and not pair_contexts:
+        stages.insert(0, ("pairs", 0))
+    with _recording(model, spec, windows.shape[1]) as recorders:
+        for done, (stage, i) in enumerate(stages):
+            if stage == "content" and accumulators[0].constants is None:
+                _fit_constants(accumulators, spec)
+            for recorder, accumulator in zip(recorders, accumulators, strict=True):
+                recorder.begin(stage, accumulator)
+            generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + i)
+            _run(model, windows[i : i + 1], stage != "forward", generator)
+            for recorder in recorders:
+                recorder.finish()
+            progress("calibrate", done + 1, len(stages))
+    return tuple(accumulator.statistics() for accumulator in accumulators)
+
+
+def _fit_constants(accumulators: list[LayerAccumulator], spec: SourceSpec) -> None:
+    for accumulator in accumulators:
+        fitted = substitute_rotation(accumulator.pair_moment(), spec.num_kv_heads, damping=CONSTANT_DAMPING)
+        accumulator.constants = fitted.constants
+
+
+def _run(model: Any, window: Int[Tensor, "1 S"], backward: bool, generator: torch.Generator) -> None:
+    """One forward pass, and a backward pass from the summed loss on sampled labels."""
+    window = window.to(model.device)
+    if not backward:
+        with torch.no_grad():
+            model.base_model(input_ids=window, use_cache=False)
+        return
+    with torch.enable_grad():
+        embedded = model.get_input_embeddings()(window).detach().requires_grad_(True)
+        hidden = model.base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+        _loss_gradient_at_hidden(model, hidden, generator)
+
+
+def _loss_gradient_at_hidden(model: Any, hidden: Float[Tensor, "1 S D"], generator: torch.Generator) -> None:
+    """Backward from Σ_t -log p(y_t), y_t ~ p: at the logits the gradient is p - onehot(y), so no graph is needed there.
+
+    The head is applied to a block of positions at a time, because logits and their gradient are the largest tensors.
+    """
+    head = model.get_output_embeddings()
+    gradient = torch.empty_like(hidden)
+    with torch.no_grad():
+        for start in range(0, hidden.shape[1], 128):
+            rows = slice(start, start + 128)
+            probabilities = head(hidden[0, rows]).float().softmax(-1)
+            if not torch.isfinite(probabilities).all():
+                raise SourceError(
+                    "the source's predictions on the calibration text are not finite",
+                    "check the source with `mla-convert evaluate`, or calibrate in another dtype",
+                )
+            labels = torch.multinomial(probabilities.cpu(), 1, generator=generator).to(hidden.device)
+            at_logits = probabilities.scatter_add(1, labels, torch.full_like(probabilities[:, :1], -1.0))
+            gradient[0, rows] = at_logits.to(head.weight.dtype) @ head.weight
+    hidden.backward(gradient)
+
+
+class _LayerRecorder:
+    """Stands in for one layer's attention function, and hands what passes through it to an accumulator."""
+
+    def __init__(self, spec: SourceSpec, context: int, device: torch.device) -> None:
+        self.spec = spec
+        positions = torch.arange(context, dtype=torch.float64, device=device)
+        angles = positions[:, None] * torch.tensor(spec.rope.inv_freq, dtype=torch.float64, device=device)
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+    def begin(self, stage: str, accumulator: LayerAccumulator) -> None:
+        self.stage, self.accumulator = stage, accumulator
+        self.key = self.value = self.probe = None
+
+    def finish(self) -> None:
+        """Take the gradients of the context just run."""
+        if self.stage == "forward":
+            return
+        factor = self.spec.rope.attention_scaling
+        key_gradient = unrotate(self.key.grad[0].double(), self.cos, self.sin) * factor
+        probe_gradient = self.probe.grad[0].double()
+        if self.stage == "pairs":
+            self.accumulator.add_pair_gradients(key_gradient, probe_gradient)
+        else:
+            self.accumulator.add_content_gradients(probe_gradient, self.value.grad[0].double())
+        self.key = self.value = self.probe = None
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 H S K"],
+        key: Float[Tensor, "1 G S K"],
+        value: Float[Tensor, "1 G S V"],
+        mask: Tensor | None,
+        scaling: float,
+    ) -> Float[Tensor, "1 S H V"]:
+        spec = self.spec
+        factor = spec.rope.attention_scaling
+        cos, sin = self.cos.to(query.dtype), self.sin.to(query.dtype)
+        with torch.no_grad():
+            plain_query = unrotate(query[0].double(), self.cos, self.sin) / factor
+            plain_key = unrotate(key[0].double(), self.cos, self.sin) / factor
+            weights = _weights(query, key, mask, scaling)
+            self.accumulator.add_forward(plain_query, plain_key, value[0].double(), weights[0], self.cos, self.sin)
+        if self.stage == "forward":
+            return _mix(weights, value)
+        heads = spec.num_heads if self.stage == "pairs" else spec.num_kv_heads
+        self.key, self.value = key + 0, value + 0  # of the graph even where nothing before them needs gradients
+        self.key.retain_grad()
+        self.value.retain_grad()
+        self.probe = query.new_zeros(1, heads, *query.shape[2:], requires_grad=True)
+        content = unrotate(query, cos, sin) * factor
+        if self.stage == "content":
+            content = self.accumulator.replace_rotation(content)
+
+        def attention(query: Tensor, content: Tensor, key: Tensor, value: Tensor, probe: Tensor) -> Tensor:
+            both = torch.cat((query, content), dim=-1), torch.cat((_repeat(key, query), _repeat(probe, query)), dim=-1)
+            return _mix(_weights(*both, mask, scaling), value)
+
+        return checkpoint(
+            attention, query, content, self.key, self.value, self.probe, use_reentrant=False, preserve_rng_state=False
+        )
+
+
+def _repeat(x: Float[Tensor, "1 G S K"], query: Float[Tensor, "1 H S K"]) -> Float[Tensor, "1 H S K"]:
+    return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
+
+
+def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Float[Tensor, "1 H S S"]:
+    scores = query @ _repeat(key, query).transpose(2, 3) * scaling
+    return torch.softmax(scores if mask is None else scores + mask, dim=-1, dtype=torch.float32).to(query.dtype)
+
+
+def _mix(weights: Float[Tensor, "1 H S S"], value: Float[Tensor, "1 G S V"]) -> Float[Tensor, "1 S H V"]:
+    return (weights @ _repeat(value, weights)).transpose(1, 2).contiguous()
+
+
+def _calibration_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    return module.calibration_recorder.attend(query, key, value, attention_mask, scaling), None
+
+
+@contextmanager
+def _recording(model: Any, spec: SourceSpec, context: int) -> Iterator[list[_LayerRecorder]]:
+    """Route every layer's attention through a recorder; on leaving, the model is as it was."""
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _calibration_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    before = model.config._attn_implementation
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    attentions = [layer.self_attn for layer in model.base_model.layers]
+    recorders = [_LayerRecorder(spec, context, model.device) for _ in attentions]
+    try:
+        model.set_attn_implementation(IMPLEMENTATION)
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        for attention, recorder in zip(attentions, recorders, strict=True):
+            attention.calibration_recorder = recorder
+        yield recorders
+    finally:
+        model.set_attn_implementation(before)
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        for attention in attentions:
+            if hasattr(attention, "calibration_recorder"):
+                del attention.calibration_recorder

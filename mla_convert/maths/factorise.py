@@ -1,0 +1,51 @@
+"""The joint low-rank factorisation of content keys and values (two-sided weighted PCA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mla_convert.maths.linalg import damped_power, hermitian
+
+
+@dataclass(frozen=True)
+class JointFactors:
+    """A rank-C projection of the stacked content keys and values y [J], J = 2·G·K: y ~ up (down y).
+
+    Attributes:
+        down: [C J] float64.
+        up: [J C] float64.
+        spectrum: all J eigenvalues of the weighted moment, descending: the loss each direction would cost.
+    """
+
+    down: Float[Tensor, "C J"]
+    up: Float[Tensor, "J C"]
+    spectrum: Float[Tensor, " J"]
+
+    @property
+    def lost(self) -> float:
+        """The share of the weighted energy outside the C directions kept."""
+        total = self.spectrum.sum().item()
+        return self.spectrum[self.down.shape[0] :].sum().item() / total if total > 0 else 0.0
+
+
+def factorise_joint(
+    moment: Float[Tensor, "J J"], metric: Float[Tensor, "J J"], rank: int, *, damping: float
+) -> JointFactors:
+    """Return the rank-`rank` projection minimising E‖A^½ (y - up down y)‖² under y's second moment.
+
+    The optimum is U = the top eigenvectors of A^½ E[y y^T] A^½, down = U^T A^½ and up = A^(-½) U (two-sided whitening;
+    with A the identity it is the PCA of SVD-LLM, arXiv:2403.07378, and CARE). At full rank up·down is the identity.
+
+    Args:
+        moment: E[y y^T], token-weighted where wanted.
+        metric: A, for example the second moment of the loss gradient at y; read damped.
+        damping: share of A's mean eigenvalue added to it, which bounds the inverse root.
+    """
+    root, inverse_root = damped_power(metric.double(), 0.5, damping), damped_power(metric.double(), -0.5, damping)
+    values, vectors = torch.linalg.eigh(hermitian(root @ moment.double() @ root))
+    kept = vectors.flip(-1)[:, :rank]
+    return JointFactors(kept.mT @ root, inverse_root @ kept, values.flip(-1).clamp_min(0.0))

@@ -1,0 +1,289 @@
+"""The conversion from first to last: the stages in order, each from one frozen artefact to the next."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mla_convert.calibrate.collect import collect
+from mla_convert.calibrate.statistics import Provenance, Statistics, load_statistics, save_statistics
+from mla_convert.calibrate.text import BUILTIN_TEXT, read_text, windows
+from mla_convert.errors import StatisticsError, UsageError
+from mla_convert.export.deepseek import check_deepseek, longrope_parameters, write_deepseek
+from mla_convert.export.folder import check_output, staged_folder
+from mla_convert.export.native import write_native
+from mla_convert.export.reference import reference_logits
+from mla_convert.export.reload import verify_folder
+from mla_convert.export.shards import parse_size
+from mla_convert.mla import MLAWeights
+from mla_convert.plan import ConversionPlan, make_plan
+from mla_convert.progress import Progress, silent
+from mla_convert.recipe import Recipe, load_recipe
+from mla_convert.record import (
+    CARD_NAME,
+    RECORD_NAME,
+    CalibrationRecord,
+    ConversionFacts,
+    SourceRecord,
+    build_record,
+    model_card,
+)
+from mla_convert.sources import Source, open_source
+from mla_convert.spec import DTYPE_BYTES, OutputFormat, StockRope
+from mla_convert.transform import convert_layer, slot_costs
+
+logger = logging.getLogger(__name__)
+
+# The written folder is loaded again and compared with the source's own model around the converted attention where
+# both fit: the weights take this many bytes at most. `verify_folder` explains the tolerance's unit.
+VERIFY_BYTES = 6 * 2**30
+VERIFY_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+_VERIFY_TEXT = "Multi-head latent attention keeps one small vector for each token, from which every head reads."
+
+
+@dataclass(frozen=True)
+class ConvertRequest:
+    """What the user asked for; see ``mla-convert convert --help`` for each field."""
+
+    source: str
+    out: Path
+    recipe: str = "default"
+    cache: float | None = None
+    kv_rank: int | None = None
+    rope_dim: int | None = None
+    format: OutputFormat = "native"
+    stock_rope: StockRope = "default"
+    calibration: str | None = None
+    calibration_tokens: int | None = None
+    seed: int = 0
+    dtype: str | None = None
+    overwrite: bool = False
+    revision: str | None = None
+    token: str | None = None
+    statistics: Path | None = None
+    save_statistics: Path | None = None
+    max_shard_size: str = "5GB"
+
+
+def plan(request: ConvertRequest) -> ConversionPlan:
+    """Return the sizes that the request leads to. Reads the source's description, no weights.
+
+    Raises:
+        MLAConvertError: the source, recipe, sizes or format do not go together.
+    """
+    return _prepare(request)[1]
+
+
+def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[str, Any]:
+    """Convert and write ``request.out``; return what its conversion.json says.
+
+    The calibration of a run that is interrupted after it is kept beside the output folder and used by the next run of
+    the same source, text and seed; a run that succeeds removes it.
+
+    Raises:
+        MLAConvertError: anything the project expects to go wrong; nothing is left at ``request.out`` then.
+    """
+    progress = progress or silent
+    check_output(request.out, overwrite=request.overwrite)
+    source, planned, notes = _prepare(request)
+    dtype_name = request.dtype or source.spec.dtype
+    dtype = getattr(torch, dtype_name)
+    timings: dict[str, float] = {}
+
+    started = time.perf_counter()
+    kept = request.out.parent / f".{request.out.name}.calibration.safetensors"
+    statistics = _statistics(request, source, planned.recipe, kept, progress)
+    timings["calibrate"] = time.perf_counter() - started
+    counts, rope_parameters = _stock_slots(source, planned, statistics)
+
+    errors: list[dict[str, float]] = []
+    verify = source.file_bytes() <= VERIFY_BYTES
+    held: dict[int, MLAWeights] = {}
+
+    def layers() -> Iterator[tuple[int, MLAWeights]]:
+        for i, shape in enumerate(planned.layers):
+            converted = convert_layer(
+                source.attention(i),
+                statistics.layers[i] if statistics else None,
+                source.spec.rope,
+                shape,
+                planned.recipe,
+                counts=counts,
+            )
+            errors.append(dict(converted.errors))
+            weights = converted.weights.to(torch.float32)
+            if verify:
+                held[i] = weights
+            yield i, weights
+
+    with staged_folder(request.out, request.overwrite) as folder:
+        started = time.perf_counter()
+        common: dict[str, Any] = {
+            "dtype": dtype,
+            "max_shard_size": request.max_shard_size,
+            "progress": progress,
+        }
+        if planned.format == "native":
+            write_native(source, layers(), planned.layers[0], folder, **common)
+        else:
+            write_deepseek(source, layers(), planned.layers[0], folder, rope_parameters=rope_parameters, **common)
+        timings["write"] = time.perf_counter() - started
+        started = time.perf_counter()
+        verification = _verify(source, held, folder, dtype_name) if verify else None
+        timings["verify"] = time.perf_counter() - started
+        used = statistics.provenance if statistics else None
+        facts = ConversionFacts(
+            source=SourceRecord(request.source, source.digests(), request.revision),
+            spec=source.spec,
+            format=planned.format,
+            dtype=dtype_name,
+            layers=planned.layers,
+            recipe=planned.recipe.to_dict(),
+            seeds={"calibration": used.seed} if used else {},
+            calibration=CalibrationRecord(used.text_ref, used.text_digest, used.tokens) if used else None,
+            layer_errors=errors,
+            timings=timings,
+            verification=verification,
+            notes=notes,
+        )
+        record = build_record(facts)
+        (folder / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        (folder / CARD_NAME).write_text(model_card(record), encoding="utf-8")
+    kept.unlink(missing_ok=True)
+    return record
+
+
+def _prepare(request: ConvertRequest) -> tuple[Source, ConversionPlan, tuple[str, ...]]:
+    """Check everything that can be checked before any long work."""
+    recipe = load_recipe(request.recipe)
+    parse_size(request.max_shard_size)
+    if request.dtype is not None and request.dtype not in DTYPE_BYTES:
+        raise UsageError(f"there is no dtype {request.dtype!r}", f"one of {', '.join(DTYPE_BYTES)}")
+    source = open_source(request.source, revision=request.revision, token=request.token)
+    planned = make_plan(
+        source.spec,
+        recipe=recipe,
+        cache=request.cache,
+        kv_rank=request.kv_rank,
+        rope_dim=request.rope_dim,
+        format=request.format,
+        stock_rope=request.stock_rope,
+    )
+    notes: tuple[str, ...] = ()
+    if planned.format == "deepseek":
+        dtype = getattr(torch, request.dtype or source.spec.dtype)
+        parameters = _rope_parameters(source, planned, 1)
+        if planned.stock_rope == "longrope":
+            parameters = longrope_parameters([1.0], 10000.0, source.spec.max_position_embeddings)
+        notes = check_deepseek(source.spec, rope_parameters=parameters, dtype=dtype)
+    return source, planned, notes
+
+
+def _statistics(
+    request: ConvertRequest, source: Source, recipe: Recipe, kept: Path, progress: Progress
+) -> Statistics | None:
+    """The calibration statistics: given, left by an interrupted run, or collected now."""
+    if recipe.calibration is None:
+        return None
+    digests = source.digests()
+    if request.statistics is not None:
+        given = load_statistics(request.statistics)
+        given.check(digests, source.spec, gradients=recipe.needs_gradients)
+        return given
+    text = read_text(request.calibration or BUILTIN_TEXT)
+    tokens = request.calibration_tokens or recipe.calibration.tokens
+    context = min(recipe.calibration.context, source.spec.max_position_embeddings)
+    contexts = windows(
+        source.load_tokenizer(), text.text, context=min(context, tokens), max_tokens=tokens, seed=request.seed
+    )
+    provenance = Provenance(
+        source_digests=digests,
+        text_ref=text.ref,
+        text_digest=text.digest,
+        tokens=contexts.numel(),
+        context=contexts.shape[1],
+        seed=request.seed,
+        gradients=recipe.needs_gradients,
+    )
+    statistics = _left_over(kept, provenance)
+    if statistics is None:
+        model = source.load_model(dtype=torch.float32)
+        layers = collect(
+            model, source.spec, contexts, gradients=recipe.needs_gradients, seed=request.seed, progress=progress
+        )
+        statistics = Statistics(layers, provenance)
+        save_statistics(statistics, kept)
+    if request.save_statistics is not None:
+        save_statistics(statistics, request.save_statistics)
+    return statistics
+
+
+def _left_over(kept: Path, provenance: Provenance) -> Statistics | None:
+    """The statistics of an interrupted run, if they are what this run would collect."""
+    if not kept.exists():
+        return None
+    try:
+        statistics = load_statistics(kept)
+    except StatisticsError as error:
+        logger.info("calibrating again: %s", error)
+        return None
+    if statistics.provenance != provenance:
+        return None
+    logger.info("using the calibration of an interrupted run, %s", kept)
+    return statistics
+
+
+def _stock_slots(
+    source: Source, planned: ConversionPlan, statistics: Statistics | None
+) -> tuple[list[int] | None, dict[str, Any]]:
+    """How many slots each pair holds in every layer of a stock folder, and the folder's ``rope_parameters``.
+
+    Layers share one set of frequencies there: the one whose slots avoid the most cost, summed over layers.
+    """
+    if planned.format == "native":
+        return None, {}
+    rope = source.spec.rope
+    slots = planned.layers[0].rope_dim // 2
+    if planned.stock_rope == "default" and len(planned.rope_strides) == 1:
+        best = planned.rope_strides[0]
+    else:
+        layers = statistics.layers if statistics else (None,) * source.spec.num_layers
+        costs = sum(slot_costs(source.attention(i), layers[i], rope, planned.recipe) for i in range(len(layers)))
+        assert isinstance(costs, torch.Tensor)  # there is at least one layer
+        if planned.stock_rope == "longrope":
+            chosen = costs.flatten().topk(slots).indices // costs.shape[1]
+            counts = torch.bincount(chosen, minlength=len(rope.inv_freq)).tolist()
+            frequencies = [f for f, count in zip(rope.inv_freq, counts, strict=True) for _ in range(count)]
+            theta = float(rope.parameters.get("rope_theta", 10000.0))
+            return counts, longrope_parameters(frequencies, theta, source.spec.max_position_embeddings)
+        best = max(planned.rope_strides, key=lambda stride: float(costs[: slots * stride : stride, 0].sum()))
+    counts = [int(pair % best == 0 and pair // best < slots) for pair in range(len(rope.inv_freq))]
+    return counts, _rope_parameters(source, planned, best)
+
+
+def _rope_parameters(source: Source, planned: ConversionPlan, stride: int) -> dict[str, Any]:
+    """``rope_parameters`` under which a stock class turns R/2 slots at the frequencies of the pairs 0, s, 2s, ..."""
+    rope, dim = source.spec.rope, planned.layers[0].rope_dim
+    if dim == rope.dim:
+        return dict(rope.parameters)
+    # theta'^(-2j/R) = inv_freq[s·j]; the pairs of a scaled RoPE are only used where scaling leaves them alone
+    theta = rope.inv_freq[stride] ** (-dim / 2)
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def _verify(source: Source, layers: dict[int, MLAWeights], folder: Path, dtype_name: str) -> dict[str, Any]:
+    """Load the folder again and compare it with the source's own model around the converted attention."""
+    dtype = getattr(torch, dtype_name)
+    ids = torch.tensor([source.load_tokenizer()(_VERIFY_TEXT, add_special_tokens=False)["input_ids"]])
+    shortest = min((window for window in source.spec.windows if window is not None), default=ids.shape[1])
+    ids = ids[:, : min(shortest, source.spec.max_position_embeddings)]
+    reference = reference_logits(source, layers, ids, dtype)
+    check = verify_folder(folder, ids, reference, tolerance=VERIFY_TOLERANCE[dtype_name])
+    return asdict(check)

@@ -1,0 +1,170 @@
+"""Recipes: which variant of each step a conversion takes. YAML at the edge, validated, into frozen dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mla_convert.errors import RecipeError
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class CalibrationRecipe:
+    """How much text is read: `tokens` in contexts of `context` tokens."""
+
+    tokens: int
+    context: int
+
+
+@dataclass(frozen=True)
+class DecoupleRecipe:
+    """Which key components keep RoPE, and what stands for the rotation of the others.
+
+    Attributes:
+        mixing: maps over the key heads of a pair: ``complex`` (all that commute with RoPE) or ``real``.
+        slots: ``cost`` (the costliest components of the layer, any number for a pair), ``one_per_pair``, or ``all``.
+        constants: what replaces a rotation: ``fisher`` (least change of the loss's gradient), ``attention`` (the mean
+            rotation under the attention weights), or ``one`` (no replacement).
+        rope_share: R as a share of C + R where a budget is given; ``None`` takes one slot for every pair.
+        damping: of the metric that ranks components, as a share of its mean eigenvalue.
+    """
+
+    mixing: Literal["complex", "real"]
+    slots: Literal["cost", "one_per_pair", "all"]
+    constants: Literal["fisher", "attention", "one"]
+    rope_share: float | None
+    damping: float
+
+
+@dataclass(frozen=True)
+class FactoriseRecipe:
+    """The joint factorisation of content keys and values.
+
+    Attributes:
+        moment: tokens weighted by the squared attention they receive (``attended``), alike (``plain``), or no
+            tokens at all (``weights``: the projections' own Gram matrix).
+        metric: ``fisher`` (second moment of the loss's gradients), ``attention_output`` (queries and W_O), ``mixed``
+            (the mean of both at equal trace), ``balanced`` (one factor for all keys, one for all values), ``identity``.
+        damping: of the metric, as a share of its mean eigenvalue.
+    """
+
+    moment: Literal["attended", "plain", "weights"]
+    metric: Literal["fisher", "attention_output", "mixed", "balanced", "identity"]
+    damping: float
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named conversion method."""
+
+    name: str
+    description: str
+    calibration: CalibrationRecipe | None
+    decouple: DecoupleRecipe
+    factorise: FactoriseRecipe
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether calibration makes a backward pass."""
+        return self.decouple.constants == "fisher" or self.factorise.metric in ("fisher", "mixed")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as it would stand in YAML."""
+        return asdict(self)
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Calibration(_Model):
+    tokens: int = Field(ge=1)
+    context: int = Field(ge=2)
+
+
+class _Decouple(_Model):
+    mixing: Literal["complex", "real"] = "complex"
+    slots: Literal["cost", "one_per_pair", "all"] = "cost"
+    constants: Literal["fisher", "attention", "one"] = "fisher"
+    rope_share: float | None = Field(default=0.25, ge=0, le=1)
+    damping: float = Field(default=0.01, ge=0)
+
+
+class _Factorise(_Model):
+    moment: Literal["attended", "plain", "weights"] = "attended"
+    metric: Literal["fisher", "attention_output", "mixed", "balanced", "identity"] = "fisher"
+    damping: float = Field(default=0.01, ge=0)
+
+
+class _Recipe(_Model):
+    name: str
+    description: str
+    calibration: _Calibration | None = None
+    decouple: _Decouple
+    factorise: _Factorise
+
+
+def available_recipes() -> tuple[str, ...]:
+    """The names of the recipes that come with the package."""
+    return tuple(sorted(path.stem for path in _folder().glob("*.yaml")))
+
+
+def load_recipe(name_or_path: str | Path) -> Recipe:
+    """Return the recipe of that name, or the one in that YAML file.
+
+    Raises:
+        RecipeError: there is none, or it does not validate.
+    """
+    path = Path(name_or_path)
+    if path.suffix not in (".yaml", ".yml"):
+        path = _folder() / f"{name_or_path}.yaml"
+        if path.stem not in available_recipes():
+            raise RecipeError(
+                f"there is no recipe {str(name_or_path)!r}", f"one of {', '.join(available_recipes())}, or a .yaml file"
+            )
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        parsed = _Recipe.model_validate(content)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"the recipe {path} cannot be read: {error}", "check the path") from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"the recipe {path} is not YAML: {error}", "mend the line that the message names") from error
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'recipe'}: {e['msg']}" for e in error.errors())
+        raise RecipeError(f"the recipe {path} does not validate: {faults}", "mend these keys") from error
+    recipe = Recipe(
+        name=parsed.name,
+        description=parsed.description,
+        calibration=CalibrationRecipe(**parsed.calibration.model_dump()) if parsed.calibration else None,
+        decouple=DecoupleRecipe(**parsed.decouple.model_dump()),
+        factorise=FactoriseRecipe(**parsed.factorise.model_dump()),
+    )
+    if recipe.calibration is None and not _weights_suffice(recipe):
+        raise RecipeError(
+            f"the recipe {path} uses calibration statistics but has no calibration section",
+            "add calibration: {tokens: ..., context: ...}",
+        )
+    return recipe
+
+
+def _weights_suffice(recipe: Recipe) -> bool:
+    decouple, factorise = recipe.decouple, recipe.factorise
+    return (
+        decouple.slots == "all"
+        and decouple.constants == "one"
+        and factorise.moment == "weights"
+        and factorise.metric == "identity"
+    )
+
+
+def _folder() -> Path:
+    """The recipes inside an installed wheel, or those of the source tree."""
+    source_tree = _PACKAGE.parent / "recipes"
+    packaged = _PACKAGE / "_recipes"
+    return packaged if packaged.is_dir() else source_tree

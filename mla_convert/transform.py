@@ -1,0 +1,229 @@
+"""One layer's conversion: decoupling, substitution and joint factorisation put together into MLA weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+
+from mla_convert.calibrate.statistics import LayerStatistics
+from mla_convert.maths.decouple import KeySlots, Substitution, choose_slots, substitute_rotation
+from mla_convert.maths.factorise import JointFactors, factorise_joint
+from mla_convert.maths.linalg import damped_power
+from mla_convert.maths.metrics import attention_output_metric, balanced_metric, mixed_metric
+from mla_convert.maths.rope import pair_moments, pair_rows, real_operator, real_rows
+from mla_convert.mla.weights import MLAWeights
+from mla_convert.recipe import Recipe
+from mla_convert.sources.attention import AttentionWeights
+from mla_convert.spec import MLAShape, RopeSpec
+
+_CONSTANT_DAMPING = 1e-3
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """A layer's MLA weights (float64) and what the conversion predicts they cost.
+
+    Attributes:
+        errors: shares of energy lost: ``keys`` and ``values`` by truncation (of all keys before RoPE, of all values),
+            ``truncated`` likewise in the metric's unit, ``moved`` (cost of the key components that lose their rotation,
+            of all components').
+    """
+
+    weights: MLAWeights
+    errors: Mapping[str, float]
+
+
+def convert_layer(
+    source: AttentionWeights,
+    statistics: LayerStatistics | None,
+    rope: RopeSpec,
+    shape: MLAShape,
+    recipe: Recipe,
+    *,
+    counts: Sequence[int] | None = None,
+) -> ConvertedLayer:
+    """Return the layer as MLA with `shape`'s C and R.
+
+    Keys and values are stacked into y = M x + b. Key components without a slot lose their rotation, which constants
+    folded into W_UQ replace; y's remaining content is projected to rank C, and biases pass through the same maps as
+    one more column of M. At full rank and with all slots the result equals the source.
+
+    Args:
+        statistics: the layer's moments; None for a recipe that needs none.
+        counts: how many slots each pair holds, where the target prescribes it; otherwise the recipe chooses.
+    """
+    heads, groups = source.w_q.shape[0], source.w_k.shape[0]
+    substitution = _substitution(statistics, rope, recipe, groups, heads)
+    moment = _moment(source, statistics, recipe)
+    half = moment.shape[0] // 2
+    key_moment = pair_moments(moment[:half, :half], groups)
+    metric = substitution.metric
+    if recipe.decouple.mixing == "real":
+        key_moment, metric = key_moment.real, metric.real
+    slots = choose_slots(
+        key_moment,
+        metric,
+        shape.rope_dim // 2,
+        damping=recipe.decouple.damping,
+        one_per_pair=recipe.decouple.slots == "one_per_pair",
+        counts=counts,
+    )
+
+    residual = torch.block_diag(real_operator(slots.residual), torch.eye(half, dtype=torch.float64))
+    content_moment = residual @ moment @ residual.mT
+    output_metric = _output_metric(source, statistics, substitution, content_moment, recipe)
+    factors = factorise_joint(content_moment, output_metric, shape.kv_rank, damping=recipe.factorise.damping)
+    weights = _assemble(source, rope, slots, substitution.constants, factors, residual)
+    return ConvertedLayer(weights, _errors(slots, factors, content_moment, moment))
+
+
+def slot_costs(
+    source: AttentionWeights, statistics: LayerStatistics | None, rope: RopeSpec, recipe: Recipe
+) -> Float[Tensor, "F G"]:
+    """Return what moving each pair's components to the content path would cost, descending, in the layer's metric."""
+    heads, groups = source.w_q.shape[0], source.w_k.shape[0]
+    substitution = _substitution(statistics, rope, recipe, groups, heads)
+    half = groups * source.w_k.shape[1]
+    key_moment = pair_moments(_moment(source, statistics, recipe)[:half, :half], groups)
+    root = damped_power(substitution.metric, 0.5, recipe.decouple.damping)
+    return torch.linalg.eigvalsh(root @ key_moment @ root).flip(-1).clamp_min(0.0)
+
+
+def _substitution(
+    statistics: LayerStatistics | None, rope: RopeSpec, recipe: Recipe, groups: int, heads: int
+) -> Substitution:
+    pairs = rope.dim // 2
+    identity = torch.eye(groups, dtype=torch.complex128).repeat(pairs, 1, 1)
+    match recipe.decouple.constants:
+        case "fisher":
+            moment = statistics.pair_gradients / statistics.pair_tokens
+            fitted = substitute_rotation(moment, groups, damping=_CONSTANT_DAMPING)
+            # the constants that the content gradients were taken with
+            return Substitution(statistics.constants, fitted.metric)
+        case "attention":
+            energy = statistics.query_energy
+            constants = torch.where(energy > 0, statistics.rotation / energy.clamp_min(1e-300), 1.0)
+            unmatched = energy * (1.0 - constants.abs().square()).clamp_min(0.0)
+            by_group = unmatched.unflatten(0, (groups, heads // groups)).sum(1) / statistics.tokens
+            return Substitution(constants, torch.diag_embed(by_group.mT).to(torch.complex128))
+        case _:
+            return Substitution(torch.ones(heads, pairs, dtype=torch.complex128), identity)
+
+
+def _moment(source: AttentionWeights, statistics: LayerStatistics | None, recipe: Recipe) -> Float[Tensor, "J J"]:
+    """E[y y^T] of the stacked keys (before RoPE) and values, by the recipe's weights for tokens."""
+    if statistics is not None and recipe.factorise.moment == "attended":
+        return statistics.attended / statistics.attended_weight
+    if statistics is not None and recipe.factorise.moment == "plain":
+        return statistics.key_value / statistics.tokens
+    rows = _stacked_rows(source)
+    return rows @ rows.mT
+
+
+def _output_metric(
+    source: AttentionWeights,
+    statistics: LayerStatistics | None,
+    substitution: Substitution,
+    content_moment: Float[Tensor, "J J"],
+    recipe: Recipe,
+) -> Float[Tensor, "J J"]:
+    kind = recipe.factorise.metric
+    if kind == "identity":
+        return torch.eye(content_moment.shape[0], dtype=torch.float64)
+    if kind == "balanced":
+        return balanced_metric(content_moment)
+    fisher = statistics.content_gradients / max(statistics.content_tokens, 1) if kind != "attention_output" else None
+    if kind == "fisher":
+        return fisher
+    groups = source.w_k.shape[0]
+    half = content_moment.shape[0] // 2
+    plain_values = statistics.key_value[half:, half:] / statistics.tokens
+    blocks = plain_values.unflatten(0, (groups, -1)).unflatten(2, (groups, -1))
+    value_moment = torch.diagonal(blocks, dim1=0, dim2=2).permute(2, 0, 1)
+    output = attention_output_metric(
+        statistics.query / statistics.tokens, substitution.constants, value_moment, source.w_o
+    )
+    return output if fisher is None else mixed_metric(output, fisher)
+
+
+def _stacked_rows(source: AttentionWeights) -> Float[Tensor, "J D1"]:
+    """[W_K; W_V], with a last column of biases where the source has any."""
+    rows = torch.cat((source.w_k.flatten(0, 1), source.w_v.flatten(0, 1))).double()
+    if source.b_k is None and source.b_v is None:
+        return rows
+    parts = [
+        torch.zeros(w.shape[0] * w.shape[1], dtype=torch.float64) if b is None else b.double().flatten()
+        for w, b in ((source.w_k, source.b_k), (source.w_v, source.b_v))
+    ]
+    return torch.cat((rows, torch.cat(parts)[:, None]), dim=1)
+
+
+def _assemble(
+    source: AttentionWeights,
+    rope: RopeSpec,
+    slots: KeySlots,
+    constants: Complex[Tensor, "H F"],
+    factors: JointFactors,
+    residual: Float[Tensor, "J J"],
+) -> MLAWeights:
+    heads, dim, width = source.w_q.shape
+    groups = source.w_k.shape[0]
+    group = heads // groups
+    rows = _stacked_rows(source)
+    has_bias = rows.shape[1] > width
+    down = factors.down @ residual @ rows
+    up_k, up_v = factors.up.unflatten(0, (2, groups, dim)).unbind(0)
+
+    # RoPE slots: key rows mix the heads of a pair, query rows undo the mixture for their own group
+    pairs = list(slots.pairs)
+    keys = pair_rows(rows[: groups * dim].unflatten(0, (groups, dim)))  # [G F D(+1)]
+    rope_key = torch.einsum("ng,gnd->nd", slots.mix, keys[:, pairs])
+    w_kr = torch.cat((rope_key.real, rope_key.imag))
+    back = slots.unmix.conj().mT.repeat_interleave(group, dim=0)  # [H slots]
+
+    queries = source.w_q.double()
+    if source.b_q is not None:
+        queries = torch.cat((queries, source.b_q.double()[..., None]), dim=-1)
+    query_pairs = pair_rows(queries)
+    w_qr = real_rows(back[..., None] * query_pairs[:, pairs])
+    # cos and sin carry the source's attention_scaling twice in a score; content scores carry it here
+    w_uq = real_rows(constants.conj()[..., None] * query_pairs) * rope.attention_scaling**2
+    return MLAWeights(
+        w_dkv=down[:, :width],
+        w_kr=w_kr[:, :width],
+        w_uk=up_k.repeat_interleave(group, dim=0),
+        w_uv=up_v.repeat_interleave(group, dim=0),
+        w_uq=w_uq[..., :width],
+        w_qr=w_qr[..., :width],
+        w_o=source.w_o.double(),
+        inv_freq=tuple(rope.inv_freq[pair] for pair in pairs),
+        b_dkv=down[:, width] if has_bias else None,
+        b_kr=w_kr[:, width] if has_bias else None,
+        b_uq=w_uq[..., width] if source.b_q is not None else None,
+        b_qr=w_qr[..., width] if source.b_q is not None else None,
+        b_o=None if source.b_o is None else source.b_o.double(),
+    )
+
+
+def _errors(
+    slots: KeySlots, factors: JointFactors, content_moment: Float[Tensor, "J J"], moment: Float[Tensor, "J J"]
+) -> dict[str, float]:
+    lost = torch.eye(moment.shape[0], dtype=torch.float64) - factors.up @ factors.down
+    error = _halves(lost @ content_moment @ lost.mT)
+    keys, values = (error / _halves(moment).clamp_min(torch.finfo(torch.float64).tiny)).clamp_min(0.0).tolist()
+    total = slots.kept_cost + slots.moved_cost
+    return {
+        "keys": keys,
+        "values": values,
+        "truncated": max(factors.lost, 0.0),
+        "moved": max(slots.moved_cost / total, 0.0) if total > 0 else 0.0,
+    }
+
+
+def _halves(moment: Float[Tensor, "J J"]) -> Float[Tensor, "2"]:
+    """The energy of keys and of values."""
+    return moment.diagonal().unflatten(0, (2, -1)).sum(-1)
