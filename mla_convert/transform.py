@@ -9,7 +9,9 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from mla_convert.calibrate.statistics import LayerStatistics
+from mla_convert.calibrate.collect import CONSTANT_DAMPING
+from mla_convert.calibrate.statistics import GradientStatistics, LayerStatistics
+from mla_convert.errors import StatisticsError
 from mla_convert.maths.decouple import KeySlots, Substitution, choose_slots, substitute_rotation
 from mla_convert.maths.factorise import JointFactors, factorise_joint
 from mla_convert.maths.linalg import damped_power
@@ -19,8 +21,6 @@ from mla_convert.mla.weights import MLAWeights
 from mla_convert.recipe import Recipe
 from mla_convert.sources.attention import AttentionWeights
 from mla_convert.spec import MLAShape, RopeSpec
-
-_CONSTANT_DAMPING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,9 @@ def convert_layer(
     Args:
         statistics: the layer's moments; None for a recipe that needs none.
         counts: how many slots each pair holds, where the target prescribes it; otherwise the recipe chooses.
+
+    Raises:
+        StatisticsError: the recipe needs statistics that are not there.
     """
     heads, groups = source.w_q.shape[0], source.w_k.shape[0]
     substitution = _substitution(statistics, rope, recipe, groups, heads)
@@ -96,30 +99,27 @@ def slot_costs(
 def _substitution(
     statistics: LayerStatistics | None, rope: RopeSpec, recipe: Recipe, groups: int, heads: int
 ) -> Substitution:
+    if recipe.decouple.constants == "fisher":
+        gradients = _gradients(statistics)
+        fitted = substitute_rotation(gradients.pair_moment, groups, damping=CONSTANT_DAMPING)
+        return Substitution(gradients.constants, fitted.metric)  # the constants that the content gradients saw
+    if recipe.decouple.constants == "attention":
+        seen = _seen(statistics)
+        constants = seen.mean_rotation
+        unmatched = seen.query_energy / seen.tokens * (1.0 - constants.abs().square()).clamp_min(0.0)
+        by_group = unmatched.unflatten(0, (groups, heads // groups)).sum(1)
+        return Substitution(constants, torch.diag_embed(by_group.mT).to(torch.complex128))
     pairs = rope.dim // 2
     identity = torch.eye(groups, dtype=torch.complex128).repeat(pairs, 1, 1)
-    match recipe.decouple.constants:
-        case "fisher":
-            moment = statistics.pair_gradients / statistics.pair_tokens
-            fitted = substitute_rotation(moment, groups, damping=_CONSTANT_DAMPING)
-            # the constants that the content gradients were taken with
-            return Substitution(statistics.constants, fitted.metric)
-        case "attention":
-            energy = statistics.query_energy
-            constants = torch.where(energy > 0, statistics.rotation / energy.clamp_min(1e-300), 1.0)
-            unmatched = energy * (1.0 - constants.abs().square()).clamp_min(0.0)
-            by_group = unmatched.unflatten(0, (groups, heads // groups)).sum(1) / statistics.tokens
-            return Substitution(constants, torch.diag_embed(by_group.mT).to(torch.complex128))
-        case _:
-            return Substitution(torch.ones(heads, pairs, dtype=torch.complex128), identity)
+    return Substitution(torch.ones(heads, pairs, dtype=torch.complex128), identity)
 
 
 def _moment(source: AttentionWeights, statistics: LayerStatistics | None, recipe: Recipe) -> Float[Tensor, "J J"]:
     """E[y y^T] of the stacked keys (before RoPE) and values, by the recipe's weights for tokens."""
-    if statistics is not None and recipe.factorise.moment == "attended":
-        return statistics.attended / statistics.attended_weight
-    if statistics is not None and recipe.factorise.moment == "plain":
-        return statistics.key_value / statistics.tokens
+    if recipe.factorise.moment == "attended":
+        return _seen(statistics).attended_moment
+    if recipe.factorise.moment == "plain":
+        return _seen(statistics).plain_moment
     rows = _stacked_rows(source)
     return rows @ rows.mT
 
@@ -136,18 +136,30 @@ def _output_metric(
         return torch.eye(content_moment.shape[0], dtype=torch.float64)
     if kind == "balanced":
         return balanced_metric(content_moment)
-    fisher = statistics.content_gradients / max(statistics.content_tokens, 1) if kind != "attention_output" else None
     if kind == "fisher":
-        return fisher
-    groups = source.w_k.shape[0]
-    half = content_moment.shape[0] // 2
-    plain_values = statistics.key_value[half:, half:] / statistics.tokens
-    blocks = plain_values.unflatten(0, (groups, -1)).unflatten(2, (groups, -1))
+        return _gradients(statistics).content_moment
+    seen = _seen(statistics)
+    groups, half = source.w_k.shape[0], content_moment.shape[0] // 2
+    blocks = seen.plain_moment[half:, half:].unflatten(0, (groups, -1)).unflatten(2, (groups, -1))
     value_moment = torch.diagonal(blocks, dim1=0, dim2=2).permute(2, 0, 1)
-    output = attention_output_metric(
-        statistics.query / statistics.tokens, substitution.constants, value_moment, source.w_o
-    )
-    return output if fisher is None else mixed_metric(output, fisher)
+    output = attention_output_metric(seen.query / seen.tokens, substitution.constants, value_moment, source.w_o)
+    return output if kind == "attention_output" else mixed_metric(output, _gradients(statistics).content_moment)
+
+
+def _seen(statistics: LayerStatistics | None) -> LayerStatistics:
+    if statistics is None:
+        raise StatisticsError("the recipe needs calibration statistics", "calibrate, or take the recipe `exact`")
+    return statistics
+
+
+def _gradients(statistics: LayerStatistics | None) -> GradientStatistics:
+    gradients = _seen(statistics).gradients
+    if gradients is None:
+        raise StatisticsError(
+            "the recipe needs loss gradients, which these statistics do not hold",
+            "calibrate with this recipe, or take a forward-only one such as `forward`",
+        )
+    return gradients
 
 
 def _stacked_rows(source: AttentionWeights) -> Float[Tensor, "J D1"]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from mla_convert.calibrate.statistics import LayerStatistics
+from mla_convert.calibrate.statistics import GradientStatistics, LayerStatistics
 from mla_convert.maths.rope import to_pairs
 from mla_convert.spec import SourceSpec
 
@@ -81,7 +79,16 @@ class LayerAccumulator:
 
     def statistics(self) -> LayerStatistics:
         """The sums so far."""
-        forward = LayerStatistics(
+        gradients = None
+        if self.constants is not None:
+            gradients = GradientStatistics(
+                pair_tokens=self.pair_tokens,
+                pairs=self.pair_gradients,
+                constants=self.constants,
+                content_tokens=self.content_tokens,
+                content=self.content_gradients,
+            )
+        return LayerStatistics(
             tokens=self.tokens,
             key_value=self.key_value,
             attended=self.attended,
@@ -89,16 +96,7 @@ class LayerAccumulator:
             query=self.query,
             rotation=self.rotation,
             query_energy=self.query_energy,
-        )
-        if not self.content_tokens:
-            return forward
-        return replace(
-            forward,
-            pair_tokens=self.pair_tokens,
-            pair_gradients=self.pair_gradients,
-            constants=self.constants,
-            content_tokens=self.content_tokens,
-            content_gradients=self.content_gradients,
+            gradients=gradients,
         )
 
 

@@ -126,22 +126,25 @@ class _LayerRecorder:
         angles = positions[:, None] * torch.tensor(spec.rope.inv_freq, dtype=torch.float64, device=device)
         self.cos, self.sin = angles.cos(), angles.sin()
 
+        self.stage = "forward"
+        self.accumulator = LayerAccumulator(spec)
+        self.leaves: tuple[Tensor, Tensor, Tensor] | None = None  # key, value and probe, whose gradients are wanted
+
     def begin(self, stage: str, accumulator: LayerAccumulator) -> None:
-        self.stage, self.accumulator = stage, accumulator
-        self.key = self.value = self.probe = None
+        """Record the next context into `accumulator`."""
+        self.stage, self.accumulator, self.leaves = stage, accumulator, None
 
     def finish(self) -> None:
         """Take the gradients of the context just run."""
-        if self.stage == "forward":
+        if self.leaves is None:
             return
-        factor = self.spec.rope.attention_scaling
-        key_gradient = unrotate(self.key.grad[0].double(), self.cos, self.sin) * factor
-        probe_gradient = self.probe.grad[0].double()
+        key, value, probe = (leaf.grad[0].double() for leaf in self.leaves if leaf.grad is not None)
+        self.leaves = None
         if self.stage == "pairs":
-            self.accumulator.add_pair_gradients(key_gradient, probe_gradient)
+            key = unrotate(key, self.cos, self.sin) * self.spec.rope.attention_scaling
+            self.accumulator.add_pair_gradients(key, probe)
         else:
-            self.accumulator.add_content_gradients(probe_gradient, self.value.grad[0].double())
-        self.key = self.value = self.probe = None
+            self.accumulator.add_content_gradients(probe, value)
 
     def attend(
         self,
@@ -162,10 +165,11 @@ class _LayerRecorder:
         if self.stage == "forward":
             return _mix(weights, value)
         heads = spec.num_heads if self.stage == "pairs" else spec.num_kv_heads
-        self.key, self.value = key + 0, value + 0  # of the graph even where nothing before them needs gradients
-        self.key.retain_grad()
-        self.value.retain_grad()
-        self.probe = query.new_zeros(1, heads, *query.shape[2:], requires_grad=True)
+        key, value = key + 0, value + 0  # of the graph even where nothing before them needs gradients
+        probe = query.new_zeros(1, heads, *query.shape[2:], requires_grad=True)
+        key.retain_grad()
+        value.retain_grad()
+        self.leaves = (key, value, probe)
         content = unrotate(query, cos, sin) * factor
         if self.stage == "content":
             content = self.accumulator.replace_rotation(content)
@@ -174,9 +178,7 @@ class _LayerRecorder:
             both = torch.cat((query, content), dim=-1), torch.cat((_repeat(key, query), _repeat(probe, query)), dim=-1)
             return _mix(_weights(*both, mask, scaling), value)
 
-        return checkpoint(
-            attention, query, content, self.key, self.value, self.probe, use_reentrant=False, preserve_rng_state=False
-        )
+        return checkpoint(attention, query, content, key, value, probe, use_reentrant=False, preserve_rng_state=False)
 
 
 def _repeat(x: Float[Tensor, "1 G S K"], query: Float[Tensor, "1 H S K"]) -> Float[Tensor, "1 H S K"]:

@@ -21,23 +21,46 @@ FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
+class GradientStatistics:
+    """Sums of the loss's gradients in one layer.
+
+    Attributes:
+        pair_tokens, pairs: tokens behind, and Σ u u^H for each pair, u = (γ_1..γ_G, g_1..g_H): the gradients at keys
+            before RoPE, and at keys that a query head would score without rotation.
+        constants: rho, which replaces rotations where the content gradients were taken.
+        content_tokens, content: tokens behind, and Σ g g^T, g the gradient at content keys and values.
+    """
+
+    pair_tokens: int
+    pairs: Complex[Tensor, "F GH GH"]
+    constants: Complex[Tensor, "H F"]
+    content_tokens: int
+    content: Float[Tensor, "J J"]
+
+    @property
+    def pair_moment(self) -> Complex[Tensor, "F GH GH"]:
+        """E[u u^H]."""
+        return self.pairs / self.pair_tokens
+
+    @property
+    def content_moment(self) -> Float[Tensor, "J J"]:
+        """E[g g^T]: the Fisher information of content keys and values."""
+        return self.content / self.content_tokens
+
+
+@dataclass(frozen=True)
 class LayerStatistics:
     """Sums over calibration tokens for one layer; float64 or complex128. J = 2·G·K, keys before RoPE over values.
 
-    Every field but `constants` is a plain sum, so statistics of disjoint token sets merge by addition.
-
     Attributes:
-        tokens: tokens behind the key/value and query sums.
+        tokens: tokens seen.
         key_value: Σ y y^T, y the stacked keys and values of a token.
         attended: Σ w y y^T, w = Σ_heads Σ_queries p², the squared attention that the token receives.
         attended_weight: Σ w.
         query: Σ q q^T for each head, queries before RoPE.
         rotation: Σ |a_t|² p_ts e^{i·theta·(s-t)} for each query head and pair.
         query_energy: Σ |a_t|² for each query head and pair.
-        pair_tokens, pair_gradients: tokens behind, and Σ u u^H for each pair, u = (γ_1..γ_G, g_1..g_H): the loss's
-            gradients at keys before RoPE, and at keys that a query head would score without rotation.
-        constants: rho that the content gradients were taken with, [H F].
-        content_tokens, content_gradients: tokens behind, and Σ g g^T, g the loss's gradient at content keys and values.
+        gradients: from a backward pass, where one was made.
     """
 
     tokens: int
@@ -47,16 +70,23 @@ class LayerStatistics:
     query: Float[Tensor, "H K K"]
     rotation: Complex[Tensor, "H F"]
     query_energy: Float[Tensor, "H F"]
-    pair_tokens: int = 0
-    pair_gradients: Complex[Tensor, "F GH GH"] | None = None
-    constants: Complex[Tensor, "H F"] | None = None
-    content_tokens: int = 0
-    content_gradients: Float[Tensor, "J J"] | None = None
+    gradients: GradientStatistics | None = None
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether a backward pass was made."""
-        return self.content_gradients is not None
+    def plain_moment(self) -> Float[Tensor, "J J"]:
+        """E[y y^T]."""
+        return self.key_value / self.tokens
+
+    @property
+    def attended_moment(self) -> Float[Tensor, "J J"]:
+        """E[y y^T] with tokens weighted by the squared attention they receive."""
+        return self.attended / self.attended_weight
+
+    @property
+    def mean_rotation(self) -> Complex[Tensor, "H F"]:
+        """E[e^{i·theta·(s-t)}] under attention and query energy; 1 where a pair carries no energy."""
+        energy = self.query_energy
+        return torch.where(energy > 0, self.rotation / energy.clamp_min(torch.finfo(energy.dtype).tiny), 1.0)
 
 
 @dataclass(frozen=True)
@@ -89,7 +119,7 @@ class Statistics:
             raise StatisticsError(
                 "the statistics were made from another source", "calibrate on this source: leave --statistics out"
             )
-        if gradients and not self.layers[0].has_gradients:
+        if gradients and self.layers[0].gradients is None:
             raise StatisticsError(
                 "the recipe needs loss gradients, which these statistics do not hold",
                 "calibrate with this recipe, or choose one with a forward-only metric",
@@ -97,20 +127,26 @@ class Statistics:
 
 
 def merge(first: LayerStatistics, second: LayerStatistics) -> LayerStatistics:
-    """Return the statistics of both token sets together.
+    """Return the statistics of both token sets together: every field is a sum, but for the constants.
 
     Raises:
         ValueError: one has gradients and the other has none, or their content gradients used different constants.
     """
-    same = (first.constants is None) == (second.constants is None)
-    if not same or (first.constants is not None and not torch.equal(first.constants, second.constants)):
-        raise ValueError("content gradients taken with different constants do not add up")
-    summed = {
-        f.name: getattr(first, f.name) + getattr(second, f.name)
-        for f in fields(LayerStatistics)
-        if f.name != "constants" and getattr(first, f.name) is not None
-    }
-    return replace(first, **summed)
+    one, other = first.gradients, second.gradients
+    if (one is None) != (other is None):
+        raise ValueError("statistics with and without gradients do not add up")
+    gradients = None
+    if one is not None and other is not None:
+        if not torch.equal(one.constants, other.constants):
+            raise ValueError("content gradients taken with different constants do not add up")
+        gradients = replace(_sum(one, other, skip="constants"), constants=one.constants)
+    return replace(_sum(first, second, skip="gradients"), gradients=gradients)
+
+
+def _sum(first: Any, second: Any, skip: str) -> Any:
+    """The first, with every field but `skip` added to the second's."""
+    names = [f.name for f in fields(first) if f.name != skip]
+    return replace(first, **{name: getattr(first, name) + getattr(second, name) for name in names})
 
 
 def save_statistics(statistics: Statistics, path: Path) -> None:
@@ -122,15 +158,12 @@ def save_statistics(statistics: Statistics, path: Path) -> None:
     tensors: dict[str, Tensor] = {}
     counts: list[dict[str, Any]] = []
     for i, layer in enumerate(statistics.layers):
-        numbers = {}
-        for f in fields(layer):
-            value = getattr(layer, f.name)
+        values = _named(layer) | {f"gradients.{name}": v for name, v in _named(layer.gradients).items()}
+        counts.append({name: value for name, value in values.items() if not isinstance(value, Tensor)})
+        for name, value in values.items():
             if isinstance(value, Tensor):
                 plain = torch.view_as_real(value) if value.is_complex() else value
-                tensors[f"layers.{i}.{f.name}"] = plain.contiguous()
-            elif value is not None:
-                numbers[f.name] = value
-        counts.append(numbers)
+                tensors[f"{i}.{name}"] = plain.contiguous()
     metadata = {
         "version": str(FORMAT_VERSION),
         "provenance": json.dumps(asdict(statistics.provenance), sort_keys=True),
@@ -159,13 +192,23 @@ def load_statistics(path: Path) -> Statistics:
             if metadata.get("version") != str(FORMAT_VERSION):
                 raise StatisticsError(f"{path} does not hold statistics of this version", remedy)
             layers = [dict(numbers) for numbers in json.loads(metadata["counts"])]
-            for name in file.keys():
-                _, layer, key = name.split(".")
-                layers[int(layer)][key] = file.get_tensor(name)
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                layer, _, field_name = name.partition(".")
+                value = file.get_tensor(name)
+                is_complex = field_name in ("rotation", "gradients.pairs", "gradients.constants")
+                layers[int(layer)][field_name] = torch.view_as_complex(value) if is_complex else value
             provenance = Provenance(**json.loads(metadata["provenance"]))
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+            return Statistics(tuple(_layer(values) for values in layers), provenance)
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, IndexError) as error:
         raise StatisticsError(f"{path} cannot be read as statistics: {error}", remedy) from error
-    complex_fields = ("rotation", "pair_gradients", "constants")
-    for layer in layers:
-        layer |= {key: torch.view_as_complex(layer[key]) for key in complex_fields if key in layer}
-    return Statistics(tuple(LayerStatistics(**layer) for layer in layers), provenance)
+
+
+def _named(part: LayerStatistics | GradientStatistics | None) -> dict[str, Any]:
+    """The fields of a dataclass by name, without the nested gradients."""
+    return {} if part is None else {f.name: getattr(part, f.name) for f in fields(part) if f.name != "gradients"}
+
+
+def _layer(values: Mapping[str, Any]) -> LayerStatistics:
+    nested = {name.partition(".")[2]: value for name, value in values.items() if name.startswith("gradients.")}
+    plain = {name: value for name, value in values.items() if "." not in name}
+    return LayerStatistics(**plain, gradients=GradientStatistics(**nested) if nested else None)

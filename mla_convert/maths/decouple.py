@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Complex, Float
+from jaxtyping import Complex
 from torch import Tensor
 
 from mla_convert.maths.linalg import damped_power, hermitian

@@ -26,7 +26,7 @@ def attention_output_metric(
 ) -> Float[Tensor, "J J"]:
     """How errors in keys and values move the attention output, without gradients.
 
-    Values: Σ_h W_O,h^T W_O,h over a group's heads. Keys: Σ_h s_h E[q_h q_h^T] / K with s_h = tr(W_O,h^T W_O,h E[v v^T]),
+    Values: Σ_h W_O,h^T W_O,h over a group's heads. Keys: Σ_h s_h E[q_h q_h^T] / K, s_h = tr(W_O,h^T W_O,h E[v v^T]),
     q_h the content query conj(rho)·q: the energy of the output that a head's scores distribute.
     """
     heads, dim, _ = query_moment.shape

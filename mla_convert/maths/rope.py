@@ -1,6 +1,6 @@
 """RoPE in complex form: a rotary pair is one complex number, and rotation multiplies it by exp(i·theta·position).
 
-For rotate-half layouts pair l of a head of rotary dim K is dims l and l + K/2 (RoFormer, arXiv:2104.09864, section 3.2).
+In the rotate-half layout pair l of a head of rotary dim K is dims l and l + K/2 (RoFormer, arXiv:2104.09864, 3.2).
 """
 
 from __future__ import annotations
