@@ -21,7 +21,7 @@ def damped_power(
     never saw any signal weighs all directions alike. With damping 0 a singular matrix has no negative power; its null
     directions then get power 0, as in a pseudo-inverse.
     """
-    values, vectors = torch.linalg.eigh(hermitian(matrix))
+    values, vectors = torch.linalg.eigh(hermitian(matrix.to(torch.promote_types(matrix.dtype, torch.float64))))
     values = values.clamp_min(0.0)
     mean = values.mean(-1, keepdim=True)
     values = torch.where(mean > 0, values + damping * mean, torch.ones_like(values))
