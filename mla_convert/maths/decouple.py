@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Complex
+from jaxtyping import Complex, Float
 from torch import Tensor
 
 from mla_convert.maths.linalg import damped_power, hermitian
@@ -40,8 +40,8 @@ class KeySlots:
 
 
 def choose_slots(
-    key_moment: Complex[Tensor, "F G G"],
-    metric: Complex[Tensor, "F G G"],
+    key_moment: Complex[Tensor, "F G G"] | Float[Tensor, "F G G"],
+    metric: Complex[Tensor, "F G G"] | Float[Tensor, "F G G"],
     num_slots: int,
     *,
     damping: float,
@@ -84,7 +84,7 @@ def choose_slots(
     residual = torch.eye(heads, dtype=torch.complex128).repeat(num_pairs, 1, 1)
     for _, pair, component in chosen:
         residual[pair] -= torch.outer(unmixes[pair, component], mixes[pair, component])
-    kept = sum(cost for cost, _, _ in chosen)
+    kept = sum((cost for cost, _, _ in chosen), 0.0)
     empty = torch.zeros(0, heads, dtype=torch.complex128)
     return KeySlots(
         pairs=tuple(pair for _, pair, _ in chosen),
