@@ -54,6 +54,13 @@ def convert(
         Literal["native", "deepseek"],
         typer.Option(help="native: this project's model class; deepseek: what stock transformers loads."),
     ] = "native",
+    stock_rope: Annotated[
+        Literal["default", "longrope"],
+        typer.Option(
+            help="RoPE of the deepseek format. default: frequencies that every engine computes; longrope: any "
+            "frequencies, right in transformers only."
+        ),
+    ] = "default",
     calibration: Annotated[
         str,
         typer.Option(metavar="TEXT", help="A UTF-8 file, builtin:pydoc, or a dataset as ID[:CONFIG][@SPLIT][#COLUMN]."),
@@ -109,6 +116,7 @@ def convert(
             kv_rank=kv_rank,
             rope_dim=rope_dim,
             format=format,
+            stock_rope=stock_rope,
             calibration=calibration,
             calibration_tokens=calibration_tokens,
             seed=seed,
