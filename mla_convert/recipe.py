@@ -124,7 +124,7 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         path = _folder() / f"{name_or_path}.yaml"
-        if path.stem not in available_recipes():
+        if str(name_or_path) not in available_recipes():
             raise RecipeError(
                 f"there is no recipe {str(name_or_path)!r}", f"one of {', '.join(available_recipes())}, or a .yaml file"
             )
