@@ -41,7 +41,7 @@ class LayerAccumulator:
     ) -> None:
         """Add a context: queries and keys before RoPE, values, attention weights, and the positions' angles."""
         stacked = torch.cat((_by_token(key), _by_token(value)), dim=1)
-        received = weights.double().square().sum((0, 1))
+        received = weights.square().sum((0, 1), dtype=torch.float64)
         self.tokens += query.shape[1]
         self.key_value += (stacked.mT @ stacked).cpu()
         self.attended += ((stacked * received[:, None]).mT @ stacked).cpu()

@@ -111,10 +111,17 @@ def _loss_gradient_at_hidden(model: Any, hidden: Float[Tensor, "1 S D"], generat
                     "the source's predictions on the calibration text are not finite",
                     "check the source with `mla-convert evaluate`, or calibrate in another dtype",
                 )
-            labels = torch.multinomial(probabilities.cpu(), 1, generator=generator).to(hidden.device)
-            at_logits = probabilities.scatter_add(1, labels, torch.full_like(probabilities[:, :1], -1.0))
+            labels = _sample(probabilities, generator)
+            at_logits = probabilities.scatter_add_(1, labels, torch.full_like(probabilities[:, :1], -1.0))
             gradient[0, rows] = at_logits.to(head.weight.dtype) @ head.weight
     hidden.backward(gradient)
+
+
+def _sample(probabilities: Float[Tensor, "S vocabulary"], generator: torch.Generator) -> Int[Tensor, "S 1"]:
+    """Draw one label for each row by inverting the distribution function: one random number a row."""
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    drawn = torch.rand(len(probabilities), 1, dtype=torch.float64, generator=generator).to(probabilities.device)
+    return torch.searchsorted(cumulative, drawn * cumulative[:, -1:]).clamp_max(probabilities.shape[1] - 1)
 
 
 class _LayerRecorder:
@@ -154,31 +161,39 @@ class _LayerRecorder:
         mask: Tensor | None,
         scaling: float,
     ) -> Float[Tensor, "1 S H V"]:
-        spec = self.spec
-        factor = spec.rope.attention_scaling
-        cos, sin = self.cos.to(query.dtype), self.sin.to(query.dtype)
-        with torch.no_grad():
-            plain_query = unrotate(query[0].double(), self.cos, self.sin) / factor
-            plain_key = unrotate(key[0].double(), self.cos, self.sin) / factor
-            weights = _weights(query, key, mask, scaling)
-            self.accumulator.add_forward(plain_query, plain_key, value[0].double(), weights[0], self.cos, self.sin)
         if self.stage == "forward":
+            weights = _weights(query, key, mask, scaling)
+            self._add_forward(query, key, value, weights)
             return _mix(weights, value)
+        spec = self.spec
         heads = spec.num_heads if self.stage == "pairs" else spec.num_kv_heads
         key, value = key + 0, value + 0  # of the graph even where nothing before them needs gradients
         probe = query.new_zeros(1, heads, *query.shape[2:], requires_grad=True)
         key.retain_grad()
         value.retain_grad()
         self.leaves = (key, value, probe)
-        content = unrotate(query, cos, sin) * factor
+        content = unrotate(query, self.cos.to(query.dtype), self.sin.to(query.dtype)) * spec.rope.attention_scaling
         if self.stage == "content":
             content = self.accumulator.replace_rotation(content)
+        counted = False
 
         def attention(query: Tensor, content: Tensor, key: Tensor, value: Tensor, probe: Tensor) -> Tensor:
+            nonlocal counted
             both = torch.cat((query, content), dim=-1), torch.cat((_repeat(key, query), _repeat(probe, query)), dim=-1)
-            return _mix(_weights(*both, mask, scaling), value)
+            weights = _weights(*both, mask, scaling)
+            if not counted:  # the backward pass comes here again
+                self._add_forward(query, key, value, weights)
+                counted = True
+            return _mix(weights, value)
 
         return checkpoint(attention, query, content, key, value, probe, use_reentrant=False, preserve_rng_state=False)
+
+    def _add_forward(self, query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> None:
+        factor = self.spec.rope.attention_scaling
+        with torch.no_grad():
+            plain_query = unrotate(query[0].double(), self.cos, self.sin) / factor
+            plain_key = unrotate(key[0].double(), self.cos, self.sin) / factor
+            self.accumulator.add_forward(plain_query, plain_key, value[0].double(), weights[0], self.cos, self.sin)
 
 
 def _repeat(x: Float[Tensor, "1 G S K"], query: Float[Tensor, "1 H S K"]) -> Float[Tensor, "1 H S K"]:
