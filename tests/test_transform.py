@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,97 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mla_convert.calibrate.statistics import GradientStatistics, LayerStatistics
 from mla_convert.errors import StatisticsError
-from mla_convert.mla import MLAWeights
 from mla_convert.recipe import CalibrationRecipe, DecoupleRecipe, FactoriseRecipe, Recipe, load_recipe
-from mla_convert.sources.attention import AttentionWeights
-from mla_convert.spec import MLAShape, RopeSpec
+from mla_convert.spec import MLAShape
 from mla_convert.transform import convert_layer, slot_costs
+from tests.layer_case import SAMPLES, Case, case, mla_answers, projected, relative, source_answers
 from tests.maths.samples import complex_normal, normal
-
-SAMPLES = 300
-
-
-@dataclass(frozen=True)
-class Case:
-    """A random layer, inputs to it, and statistics that are sums over these inputs."""
-
-    weights: AttentionWeights
-    rope: RopeSpec
-    x: Tensor
-    received: Tensor
-    statistics: LayerStatistics
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """H, G, K, D."""
-        heads, dim, width = self.weights.w_q.shape
-        return heads, self.weights.w_k.shape[0], dim, width
-
-
-def projected(w: Tensor, b: Tensor | None, x: Tensor) -> Tensor:
-    """[heads K D] and [n D] -> [n heads K]."""
-    out = torch.einsum("hkd,nd->nhk", w.double(), x)
-    return out if b is None else out + b
-
-
-def case(
-    heads: int = 4,
-    groups: int = 2,
-    dim: int = 6,
-    width: int = 30,
-    *,
-    biased: bool = False,
-    scaling: float = 1.0,
-    seed: int = 0,
-) -> Case:
-    def bias(of: int, at: int) -> Tensor | None:
-        return normal(of, dim, seed=seed + at) if biased else None
-
-    weights = AttentionWeights(
-        w_q=normal(heads, dim, width, seed=seed),
-        w_k=normal(groups, dim, width, seed=seed + 1),
-        w_v=normal(groups, dim, width, seed=seed + 2),
-        w_o=normal(width, heads, dim, seed=seed + 3),
-        b_q=bias(heads, 4),
-        b_k=bias(groups, 5),
-        b_v=bias(groups, 6),
-        b_o=normal(width, seed=seed + 7) if biased else None,
-    )
-    pairs = dim // 2
-    scales = 0.93 ** torch.arange(width, dtype=torch.float64)
-    x = normal(SAMPLES, width, seed=seed + 8) * scales + 0.2
-    received = normal(SAMPLES, seed=seed + 9).square()
-    k, v = projected(weights.w_k, weights.b_k, x), projected(weights.w_v, weights.b_v, x)
-    q = projected(weights.w_q, weights.b_q, x)
-    y = torch.cat((k.flatten(1), v.flatten(1)), dim=1)
-    energy = q.unflatten(-1, (2, pairs)).square().sum((0, 2))
-    shrink = torch.linspace(0.2, 0.95, pairs, dtype=torch.float64)
-    turned = complex_normal(heads, pairs, seed=seed + 10)
-    constants = shrink * turned / turned.abs()
-    g = complex_normal(SAMPLES, pairs, heads, seed=seed + 11)
-    gamma = (constants.conj().mT * g).unflatten(-1, (groups, -1)).sum(-1)
-    u = torch.cat((gamma + 0.5 * complex_normal(SAMPLES, pairs, groups, seed=seed + 12), g), dim=-1)
-    content = normal(SAMPLES, y.shape[1], seed=seed + 13) @ normal(y.shape[1], y.shape[1], seed=seed + 14)
-    statistics = LayerStatistics(
-        tokens=SAMPLES,
-        key_value=y.T @ y,
-        attended=y.T @ (received[:, None] * y),
-        attended_weight=received.sum().item(),
-        query=torch.einsum("nhk,nhl->hkl", q, q),
-        rotation=constants * energy,
-        query_energy=energy,
-        gradients=GradientStatistics(
-            pair_tokens=SAMPLES,
-            pairs=torch.einsum("nla,nlb->lab", u, u.conj()),
-            constants=constants,
-            content_tokens=SAMPLES,
-            content=content.T @ content,
-        ),
-    )
-    frequencies = tuple(10.0 ** (-2 * pair / pairs) for pair in range(pairs))
-    return Case(weights, RopeSpec(dim, frequencies, attention_scaling=scaling), x, received, statistics)
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -127,46 +42,6 @@ RECIPES = {
 def converted(c: Case, rank: int, rope_dim: int, how: Recipe, **options: Any):
     dim = c.sizes[2]
     return convert_layer(c.weights, c.statistics, c.rope, MLAShape(rank, rope_dim, dim, dim), how, **options)
-
-
-# -- both attentions by hand ---------------------------------------------------------------------------------------
-
-
-def turned(x: Tensor, frequencies: tuple[float, ...], scaling: float) -> Tensor:
-    """RoPE on [n ... R], token n at position n, in rotate-half order."""
-    half = x.shape[-1] // 2
-    angles = torch.arange(x.shape[0], dtype=torch.float64)[:, None] * torch.tensor(frequencies, dtype=torch.float64)
-    shape = (x.shape[0], *[1] * (x.ndim - 2), half)
-    cos, sin = (angles.cos() * scaling).view(shape), (angles.sin() * scaling).view(shape)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def source_answers(c: Case, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores [H n n] without the softmax scale, and every head's values [n H K]."""
-    heads, groups, _, _ = c.sizes
-    w = c.weights
-    q = turned(projected(w.w_q, w.b_q, x), c.rope.inv_freq, c.rope.attention_scaling)
-    k = turned(projected(w.w_k, w.b_k, x), c.rope.inv_freq, c.rope.attention_scaling)
-    v = projected(w.w_v, w.b_v, x)
-    scores = torch.einsum("thk,shk->hts", q, k.repeat_interleave(heads // groups, 1))
-    return scores, v.repeat_interleave(heads // groups, 1)
-
-
-def mla_answers(w: MLAWeights, rope: RopeSpec, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of the converted layer (DeepSeek-V2's equations 9 to 19)."""
-    latent = x @ w.w_dkv.T if w.b_dkv is None else x @ w.w_dkv.T + w.b_dkv
-    k_rope = x @ w.w_kr.T if w.b_kr is None else x @ w.w_kr.T + w.b_kr
-    keys = torch.einsum("hnc,sc->shn", w.w_uk, latent)
-    content = torch.einsum("thn,shn->hts", projected(w.w_uq, w.b_uq, x), keys)
-    q_rope = turned(projected(w.w_qr, w.b_qr, x), w.inv_freq, rope.attention_scaling)
-    rotary = torch.einsum("thr,sr->hts", q_rope, turned(k_rope, w.inv_freq, rope.attention_scaling))
-    return content + rotary, torch.einsum("hvc,sc->shv", w.w_uv, latent)
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    assert found.shape == expected.shape
-    return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
 # -- nothing lost --------------------------------------------------------------------------------------------------

@@ -1,0 +1,16 @@
+import pytest
+
+from tests.calibrate.models import MODELS, Tiny, described
+from tests.tiny import tiny_llama
+
+
+@pytest.fixture(scope="package", params=MODELS)
+def tiny(request, tmp_path_factory) -> Tiny:
+    """Each of the models in turn; tests leave it as it was."""
+    return described(MODELS[request.param](), tmp_path_factory.mktemp("calibrate"))
+
+
+@pytest.fixture(scope="package")
+def gqa(tmp_path_factory) -> Tiny:
+    """A model with grouped queries; tests leave it as it was."""
+    return described(tiny_llama("GQA"), tmp_path_factory.mktemp("calibrate-gqa"))
