@@ -107,8 +107,8 @@ def _shape_for_budget(
         rope = spec.rope.dim
     else:
         step = _TILE if budget >= 8 * _TILE else 2
-        rope = max(2, step * round(recipe.decouple.rope_share * budget / step))
-        rope = min(rope, spec.max_rope_dim)
+        rope = max(2, step * round(_rope_share(recipe.decouple.rope_share, share) * budget / step))
+        rope = spec.max_rope_dim if budget == spec.kv_width else min(rope, spec.max_rope_dim)
         if most_slots is not None:
             rope = min(rope, 2 * most_slots)
     rank = budget - rope
@@ -124,6 +124,11 @@ def _shape_for_budget(
             f"raise --cache above {(rope + 1) / spec.kv_width:.3f}, or give --kv-rank and --rope-dim",
         )
     return _checked(spec, recipe, rank, rope, format)
+
+
+def _rope_share(base: float, share: float) -> float:
+    """R as a share of the budget: the recipe's up to half the cache, rising to one half (lossless) at all of it."""
+    return base + (0.5 - base) * max(0.0, 2 * share - 1) ** 2
 
 
 def _checked(spec: SourceSpec, recipe: Recipe, rank: int, rope: int, format: OutputFormat) -> MLAShape:
