@@ -236,7 +236,7 @@ def stock_frequencies(theta: float, dim: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rope", [None, LLAMA3_ROPE, LLAMA_3_2], ids=["default", "llama3-tiny", "llama-3.2"])
-@pytest.mark.parametrize("slots", [2, 4, 7, 12, 16, 31])
+@pytest.mark.parametrize("slots", [2, 3, 4, 6, 7, 8, 9, 10, 12, 16, 31])
 def test_strides_are_those_whose_pairs_turn_at_the_classs_own_frequencies(rope, slots: int) -> None:
     source = spec(rope=rope)
     turns = torch.tensor(source.rope.inv_freq)

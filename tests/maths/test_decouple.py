@@ -8,20 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_convert.maths.decouple import KeySlots, choose_slots, substitute_rotation
-from tests.maths.samples import complex_normal, max_difference, normal, second_moment
+from tests.maths.samples import complex_normal, generator, max_difference, normal, second_moment
 
 # Sums of some dozens of float64 products of unit size, and eigen-decompositions of well-conditioned matrices.
 TOLERANCE = 1e-12
 
 
 def positive(pairs: int, size: int, kind: str = "complex", seed: int = 0, samples: int = 40) -> torch.Tensor:
-    """A moment for each pair, of samples whose energy falls from pair to pair and from head to head."""
+    """A moment for each pair, of samples whose energies differ from pair to pair and head to head, in no order."""
     drawn = (
         complex_normal(samples, pairs, size, seed=seed)
         if kind == "complex"
         else normal(samples, pairs, size, seed=seed)
     )
-    falling = 0.6 ** torch.arange(pairs * size, dtype=torch.float64).view(pairs, size)
+    order = torch.randperm(pairs * size, generator=generator(seed + 200))
+    falling = 0.6 ** order.double().view(pairs, size)
     mixed = torch.linalg.qr(complex_normal(pairs, size, size, seed=seed + 100)).Q
     mixed = mixed if kind == "complex" else torch.linalg.qr(normal(pairs, size, size, seed=seed + 100)).Q
     return second_moment(torch.einsum("lgh,nlh->nlg", mixed, drawn * falling))

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mla_convert.maths.absorb import absorb_layer
 from mla_convert.mla import MLAConfig, MLAForCausalLM
+from mla_convert.mla.modeling_mla import mask_scores
 from mla_convert.mla.names import from_hf
 from mla_convert.mla.weights import MLAWeights
 from mla_convert.spec import MLAShape
@@ -106,6 +107,20 @@ def test_every_layer_turns_at_frequencies_of_its_own() -> None:
         changed = [list(row) for row in SIZES["rope_inv_freq"]]
         changed[layer][0] += 0.3
         assert max_difference(logits(native(rope_inv_freq=changed), ids), before) > 0.01
+
+
+def test_masks_hide_what_they_say_in_each_of_their_forms() -> None:
+    scores = torch.arange(12.0).view(1, 1, 3, 4)
+    visible = torch.tensor([[True, True, False, False], [True, True, True, False], [False, True, True, True]])
+    lowest = torch.finfo(torch.float32).min
+    expected = scores.masked_fill(~visible, lowest)
+    assert torch.equal(mask_scores(scores, visible[None, None]), expected)
+    additive = torch.zeros(1, 1, 3, 6).masked_fill(~torch.nn.functional.pad(visible, (0, 2)), lowest)
+    assert torch.equal(mask_scores(scores, additive).softmax(-1), expected.softmax(-1))
+    # without a mask the queries are the last of the cached tokens
+    causal = torch.tensor([[True, True, False, False], [True, True, True, False], [True, True, True, True]])
+    assert torch.equal(mask_scores(scores, None), scores.masked_fill(~causal, lowest))
+    assert torch.equal(mask_scores(scores[:, :, :1], None), scores[:, :, :1])
 
 
 # -- the cache -----------------------------------------------------------------------------------------------------
