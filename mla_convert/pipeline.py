@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ import torch
 
 from mla_convert.calibrate.collect import collect
 from mla_convert.calibrate.statistics import Provenance, Statistics, load_statistics, save_statistics
-from mla_convert.calibrate.text import BUILTIN_TEXT, read_text, windows
+from mla_convert.calibrate.text import BUILTIN_TEXT, read_text, uniform_windows, windows
 from mla_convert.errors import StatisticsError, UsageError
 from mla_convert.export.deepseek import check_deepseek, longrope_parameters, write_deepseek
 from mla_convert.export.folder import check_output, staged_folder
@@ -40,6 +41,9 @@ from mla_convert.spec import DTYPE_BYTES, OutputFormat, StockRope
 from mla_convert.transform import convert_layer, slot_costs
 
 logger = logging.getLogger(__name__)
+
+# Contexts of uniformly drawn tokens for each context of calibration text, where the recipe weighs such noise.
+NOISE_SHARE = 0.125
 
 # The written folder is loaded again and compared with the source's own model around the converted attention where
 # both fit: the weights take this many bytes at most. `verify_folder` explains the tolerance's unit.
@@ -203,6 +207,11 @@ def _statistics(
     contexts = windows(
         source.load_tokenizer(), text.text, context=min(context, tokens), max_tokens=tokens, seed=request.seed
     )
+    noise = None
+    if recipe.factorise.noise > 0:
+        vocabulary = min(source.spec.vocab_size, len(source.load_tokenizer()))  # embeddings may be padded
+        count, context = math.ceil(NOISE_SHARE * len(contexts)), contexts.shape[1]
+        noise = uniform_windows(vocabulary, count=count, context=context, seed=request.seed)
     provenance = Provenance(
         source_digests=digests,
         text_ref=text.ref,
@@ -211,12 +220,19 @@ def _statistics(
         context=contexts.shape[1],
         seed=request.seed,
         gradients=recipe.needs_gradients,
+        noise_tokens=0 if noise is None else noise.numel(),
     )
     statistics = _left_over(kept, provenance)
     if statistics is None:
         model = source.load_model(dtype=torch.float32)
         layers = collect(
-            model, source.spec, contexts, gradients=recipe.needs_gradients, seed=request.seed, progress=progress
+            model,
+            source.spec,
+            contexts,
+            gradients=recipe.needs_gradients,
+            seed=request.seed,
+            noise=noise,
+            progress=progress,
         )
         statistics = Statistics(layers, provenance)
         save_statistics(statistics, kept)
@@ -273,7 +289,7 @@ def _rope_parameters(source: Source, planned: ConversionPlan, stride: int) -> di
     rope, dim = source.spec.rope, planned.layers[0].rope_dim
     if dim == rope.dim:
         return dict(rope.parameters)
-    # theta'^(-2j/R) = inv_freq[s·j]; the pairs of a scaled RoPE are only used where scaling leaves them alone
+    # theta'^(-2j/R) = inv_freq[s·j]: the plan lets only pairs in such a progression hold slots
     theta = rope.inv_freq[stride] ** (-dim / 2)
     return {"rope_type": "default", "rope_theta": theta}
 

@@ -70,6 +70,10 @@ def make_plan(
     """
     free = format == "native" or stock_rope == "longrope"
     strides = {} if free else _strides(spec)
+    if (kv_rank is None) != (rope_dim is None) or (cache is not None and kv_rank is not None):
+        raise PlanError(
+            "the cache is sized by a share, or by a rank and a RoPE dim together", "give cache, or kv_rank and rope_dim"
+        )
     if kv_rank is not None and rope_dim is not None:
         shape = _checked(spec, recipe, kv_rank, rope_dim, format)
     else:
@@ -107,10 +111,11 @@ def _shape_for_budget(
         rope = spec.rope.dim
     else:
         step = _TILE if budget >= 8 * _TILE else 2
-        rope = max(2, step * round(_rope_share(recipe.decouple.rope_share, share) * budget / step))
+        wanted = _rope_share(recipe.decouple.rope_share, share) * budget
+        rope = max(2, step * math.floor(wanted / step + 0.5))
         rope = spec.max_rope_dim if budget == spec.kv_width else min(rope, spec.max_rope_dim)
-        if most_slots is not None:
-            rope = min(rope, 2 * most_slots)
+        if most_slots is not None:  # the source's own frequencies, all of them, if no progression is among them
+            rope = min(rope, 2 * most_slots) if most_slots else spec.rope.dim
     rank = budget - rope
     most = largest_rank(spec, rope)
     if rank > most and recipe.decouple.slots == "cost" and most_slots is None:  # the budget holds more than one rank
@@ -194,6 +199,7 @@ def _usable(strides: dict[int, int], shape: MLAShape, spec: SourceSpec) -> tuple
         most = 2 * max(strides.values(), default=0)
         raise PlanError(
             f"the stock class cannot hold {slots} of the source's frequencies: they must follow its own progression",
-            f"give a --rope-dim of at most {max(most, spec.rope.dim)}, --stock-rope longrope, or --format native",
+            f"give a --rope-dim of {f'at most {most} or ' if most else ''}exactly {spec.rope.dim}, "
+            "--stock-rope longrope, or --format native",
         )
     return usable

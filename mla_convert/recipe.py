@@ -52,11 +52,17 @@ class FactoriseRecipe:
         metric: ``fisher`` (second moment of the loss's gradients), ``attention_output`` (queries and W_O), ``mixed``
             (the mean of both at equal trace), ``balanced`` (one factor for all keys, one for all values), ``identity``.
         damping: of the metric, as a share of its mean eigenvalue.
+        prior: how much of the weights' own Gram matrix is added to the moment, as a share of its trace: what white
+            inputs would give, so that directions which the calibration text never used are not lost.
+        noise: the weight, against the text's, of contexts of tokens drawn uniformly from the vocabulary, in the
+            attended moment; for the same end. With 0 none are run.
     """
 
     moment: Literal["attended", "plain", "weights"]
     metric: Literal["fisher", "attention_output", "mixed", "balanced", "identity"]
     damping: float
+    prior: float
+    noise: float
 
 
 @dataclass(frozen=True)
@@ -98,8 +104,10 @@ class _Decouple(_Model):
 
 class _Factorise(_Model):
     moment: Literal["attended", "plain", "weights"] = "attended"
-    metric: Literal["fisher", "attention_output", "mixed", "balanced", "identity"] = "fisher"
+    metric: Literal["fisher", "attention_output", "mixed", "balanced", "identity"] = "mixed"
     damping: float = Field(default=0.01, ge=0)
+    prior: float = Field(default=0.0, ge=0)
+    noise: float = Field(default=0.0, ge=0)
 
 
 class _Recipe(_Model):

@@ -9,10 +9,9 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from mla_convert.calibrate.collect import CONSTANT_DAMPING
 from mla_convert.calibrate.statistics import GradientStatistics, LayerStatistics
 from mla_convert.errors import StatisticsError
-from mla_convert.maths.decouple import KeySlots, Substitution, choose_slots, substitute_rotation
+from mla_convert.maths.decouple import KeySlots, Substitution, choose_slots, replacement_metric
 from mla_convert.maths.factorise import JointFactors, factorise_joint
 from mla_convert.maths.linalg import damped_power
 from mla_convert.maths.metrics import attention_output_metric, balanced_metric, mixed_metric
@@ -21,6 +20,9 @@ from mla_convert.mla.weights import MLAWeights
 from mla_convert.recipe import Recipe
 from mla_convert.sources.attention import AttentionWeights
 from mla_convert.spec import MLAShape, RopeSpec
+
+# Even without a prior, full size must be exact for inputs in directions that calibration never saw: their share of it.
+LEAST_PRIOR = 1e-9
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,7 @@ def _substitution(
 ) -> Substitution:
     if recipe.decouple.constants == "fisher":
         gradients = _gradients(statistics)
-        fitted = substitute_rotation(gradients.pair_moment, groups, damping=CONSTANT_DAMPING)
-        return Substitution(gradients.constants, fitted.metric)  # the constants that the content gradients saw
+        return Substitution(gradients.constants, replacement_metric(gradients.pair_moment, gradients.constants))
     if recipe.decouple.constants == "attention":
         seen = _seen(statistics)
         constants = seen.mean_rotation
@@ -115,13 +116,16 @@ def _substitution(
 
 
 def _moment(source: AttentionWeights, statistics: LayerStatistics | None, recipe: Recipe) -> Float[Tensor, "J J"]:
-    """E[y y^T] of the stacked keys (before RoPE) and values, by the recipe's weights for tokens."""
-    if recipe.factorise.moment == "attended":
-        return _seen(statistics).attended_moment
-    if recipe.factorise.moment == "plain":
-        return _seen(statistics).plain_moment
+    """E[y y^T] of the stacked keys (before RoPE) and values, by the recipe's weights for tokens, and its prior."""
     rows = _stacked_rows(source)
-    return rows @ rows.mT
+    gram = rows @ rows.mT
+    if recipe.factorise.moment == "weights":
+        return gram
+    seen = _seen(statistics)
+    attended = recipe.factorise.moment == "attended"
+    moment = seen.attended_moment(recipe.factorise.noise) if attended else seen.plain_moment
+    share = max(recipe.factorise.prior, LEAST_PRIOR)
+    return moment + share * moment.trace() / gram.trace().clamp_min(torch.finfo(gram.dtype).tiny) * gram
 
 
 def _output_metric(

@@ -305,3 +305,25 @@ def test_a_plan_is_frozen_and_carries_what_it_came_from() -> None:
     with pytest.raises(AttributeError):
         plan.format = "deepseek"  # type: ignore[misc]
     assert replace(plan, format="deepseek").format == "deepseek"
+
+
+@pytest.mark.parametrize("sizes", [{"kv_rank": 3}, {"rope_dim": 4}, {"cache": 0.5, "kv_rank": 3, "rope_dim": 2}])
+def test_half_a_size_or_two_sizes_are_refused(sizes: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="share"):
+        make_plan(spec(), recipe=load_recipe("default"), **sizes)
+
+
+def test_a_stock_budget_under_linear_scaling_takes_every_frequency_of_the_source() -> None:
+    linear = spec(rope={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0})
+    plan = make_plan(linear, recipe=load_recipe("default"), cache=0.5, format="deepseek")
+    assert plan.layers[0].rope_dim == linear.rope.dim
+    assert plan.layers[0].cached == linear.kv_width // 2
+
+
+def test_the_remedy_for_frequencies_that_a_stock_class_lacks_is_one() -> None:
+    llama = spec(rope=LLAMA3_ROPE)
+    with pytest.raises(PlanError) as refused:
+        make_plan(llama, recipe=load_recipe("default"), kv_rank=100, rope_dim=62, format="deepseek")
+    most = int(refused.value.remedy.split("at most ")[1].split()[0])
+    for rope_dim in (most, llama.rope.dim):
+        make_plan(llama, recipe=load_recipe("default"), kv_rank=100, rope_dim=rope_dim, format="deepseek")

@@ -23,7 +23,7 @@ from tests.maths.samples import complex_normal, normal
 def recipe(**changes: Any) -> Recipe:
     """Every choice spelt out, so that a change of the shipped recipes is no change here."""
     decouple = {"mixing": "complex", "slots": "cost", "constants": "fisher", "rope_share": 0.25, "damping": 0.01}
-    factorise = {"moment": "attended", "metric": "fisher", "damping": 0.01}
+    factorise = {"moment": "attended", "metric": "fisher", "damping": 0.01, "prior": 0.0, "noise": 0.0}
     for key, value in changes.items():
         part = decouple if key in ("mixing", "slots", "constants") else factorise
         part[key] = value

@@ -24,6 +24,8 @@ class LayerAccumulator:
         self.query = torch.zeros(heads, dim, dim, dtype=torch.float64)
         self.rotation = torch.zeros(heads, pairs, dtype=torch.complex128)
         self.query_energy = torch.zeros(heads, pairs, dtype=torch.float64)
+        self.noise_attended = torch.zeros_like(self.key_value)
+        self.noise_weight = 0.0
         self.pair_tokens = 0
         self.pair_gradients = torch.zeros(pairs, groups + heads, groups + heads, dtype=torch.complex128)
         self.constants: Complex[Tensor, "H F"] | None = None
@@ -41,17 +43,25 @@ class LayerAccumulator:
     ) -> None:
         """Add a context: queries and keys before RoPE, values, attention weights, and the positions' angles."""
         stacked = torch.cat((_by_token(key), _by_token(value)), dim=1)
-        received = weights.square().sum((0, 1), dtype=torch.float64)
+        attended, weight = _attended(stacked, weights)
         self.tokens += query.shape[1]
         self.key_value += (stacked.mT @ stacked).cpu()
-        self.attended += ((stacked * received[:, None]).mT @ stacked).cpu()
-        self.attended_weight += received.sum().item()
+        self.attended += attended
+        self.attended_weight += weight
         self.query += (query.mT @ query).cpu()
         energy = to_pairs(query).abs().square()
         # Σ_s p_ts e^{i·theta·s}, then turned back by each query's own position
         ahead = torch.complex(weights @ cos.to(weights.dtype), weights @ sin.to(weights.dtype)).to(torch.complex128)
         self.rotation += (energy * ahead * torch.complex(cos, -sin)).sum(1).cpu()
         self.query_energy += energy.sum(1).cpu()
+
+    def add_noise(
+        self, key: Float[Tensor, "G S K"], value: Float[Tensor, "G S V"], weights: Float[Tensor, "H S T"]
+    ) -> None:
+        """Add a context of uniformly drawn tokens."""
+        attended, weight = _attended(torch.cat((_by_token(key), _by_token(value)), dim=1), weights)
+        self.noise_attended += attended
+        self.noise_weight += weight
 
     def add_pair_gradients(self, key: Float[Tensor, "G S K"], probe: Float[Tensor, "H S K"]) -> None:
         """Add a context's gradients at keys before RoPE and at each query head's unrotated keys."""
@@ -96,8 +106,16 @@ class LayerAccumulator:
             query=self.query,
             rotation=self.rotation,
             query_energy=self.query_energy,
+            noise_attended=self.noise_attended,
+            noise_weight=self.noise_weight,
             gradients=gradients,
         )
+
+
+def _attended(stacked: Float[Tensor, "S J"], weights: Float[Tensor, "H S T"]) -> tuple[Float[Tensor, "J J"], float]:
+    """Σ w y y^T and Σ w, w the squared attention that each token receives from all heads and queries."""
+    received = weights.square().sum((0, 1), dtype=torch.float64)
+    return ((stacked * received[:, None]).mT @ stacked).cpu(), received.sum().item()
 
 
 def _by_token(heads: Float[Tensor, "G S K"]) -> Float[Tensor, "S J"]:

@@ -60,6 +60,8 @@ class LayerStatistics:
         query: Σ q q^T for each head, queries before RoPE.
         rotation: Σ |a_t|² p_ts e^{i·theta·(s-t)} for each query head and pair.
         query_energy: Σ |a_t|² for each query head and pair.
+        noise_attended, noise_weight: `attended` and `attended_weight` over contexts of tokens drawn uniformly from the
+            vocabulary, which reach directions that no one text does; they count nowhere else. Zero without any.
         gradients: from a backward pass, where one was made.
     """
 
@@ -70,6 +72,8 @@ class LayerStatistics:
     query: Float[Tensor, "H K K"]
     rotation: Complex[Tensor, "H F"]
     query_energy: Float[Tensor, "H F"]
+    noise_attended: Float[Tensor, "J J"]
+    noise_weight: float
     gradients: GradientStatistics | None = None
 
     @property
@@ -77,10 +81,15 @@ class LayerStatistics:
         """E[y y^T]."""
         return self.key_value / self.tokens
 
-    @property
-    def attended_moment(self) -> Float[Tensor, "J J"]:
-        """E[y y^T] with tokens weighted by the squared attention they receive."""
-        return self.attended / self.attended_weight
+    def attended_moment(self, noise: float = 0.0) -> Float[Tensor, "J J"]:
+        """E[y y^T] with tokens weighted by the squared attention they receive.
+
+        `noise` is the weight of uniformly drawn tokens against the text's; without any in the statistics it is 0.
+        """
+        text = self.attended / self.attended_weight
+        if noise == 0.0 or self.noise_weight == 0.0:
+            return text
+        return (text + noise * self.noise_attended / self.noise_weight) / (1.0 + noise)
 
     @property
     def mean_rotation(self) -> Complex[Tensor, "H F"]:
@@ -100,6 +109,7 @@ class Provenance:
     context: int
     seed: int
     gradients: bool
+    noise_tokens: int = 0
 
 
 @dataclass(frozen=True)

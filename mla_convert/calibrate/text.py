@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import LongTensor
@@ -180,3 +180,9 @@ def _first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
 def _tokenise(tokenizer: Any, text: str) -> list[int]:
     # verbose=False: a text longer than the model's context is what this module is for, not worth a warning.
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def uniform_windows(vocabulary: int, *, count: int, context: int, seed: int) -> LongTensor:
+    """Return `count` contexts of token ids drawn uniformly from the vocabulary, [count context]."""
+    generator = torch.Generator().manual_seed(seed)
+    return cast("LongTensor", torch.randint(vocabulary, (count, context), generator=generator))

@@ -63,7 +63,7 @@ def choose_slots(
         counts: how many slots each pair holds, where a target prescribes it; they then come in the pairs' order.
 
     Raises:
-        ValueError: `counts` does not add up to `num_slots`.
+        ValueError: `counts` does not add up to `num_slots`, or there are fewer components than slots.
     """
     num_pairs, heads, _ = key_moment.shape
     root, inverse_root = damped_power(metric, 0.5, damping), damped_power(metric, -0.5, damping)
@@ -80,6 +80,8 @@ def choose_slots(
         for pair in range(num_pairs)
         for component in range(heads - 1, heads - 1 - most[pair], -1)
     ]
+    if len(candidates) < num_slots:
+        raise ValueError(f"{num_slots} slots wanted of {len(candidates)} components")
     chosen = candidates if counts is not None else sorted(candidates, key=lambda c: -c[0])[:num_slots]
     residual = torch.eye(heads, dtype=torch.complex128).repeat(num_pairs, 1, 1)
     for _, pair, component in chosen:
@@ -110,7 +112,11 @@ class Substitution:
 
 
 def substitute_rotation(
-    gradient_moment: Complex[Tensor, "F GH GH"], num_kv_heads: int, *, damping: float
+    gradient_moment: Complex[Tensor, "F GH GH"],
+    num_kv_heads: int,
+    *,
+    damping: float,
+    towards: Complex[Tensor, "H F"] | None = None,
 ) -> Substitution:
     """Return the constants that replace rotations at the least expected change of the loss.
 
@@ -121,18 +127,35 @@ def substitute_rotation(
 
     Args:
         gradient_moment: E[u u^H] for each pair, u = (γ_1..γ_G, g_1..g_H).
-        damping: ridge, as a share of the mean energy of a group's g_i.
+        damping: ridge, as a share of the mean energy of a group's g_i. Gradients are noisy (one sampled label a
+            token), so the fit needs it.
+        towards: what the ridge pulls the constants to, such as the mean rotations under attention; 0 by default.
     """
     pairs, size, _ = gradient_moment.shape
     group = (size - num_kv_heads) // num_kv_heads
-    fit = torch.zeros(pairs, num_kv_heads, size - num_kv_heads, dtype=torch.complex128)  # γ_g ~ Σ_i fit_{g,i} g_i
+    identity = torch.eye(group, dtype=torch.complex128)
+    constants = torch.zeros(size - num_kv_heads, pairs, dtype=torch.complex128)
     for g in range(num_kv_heads):
-        heads = slice(num_kv_heads + g * group, num_kv_heads + (g + 1) * group)
+        own = slice(g * group, (g + 1) * group)
+        heads = slice(num_kv_heads + own.start, num_kv_heads + own.stop)
         normal = gradient_moment[:, heads, heads].mT  # Σ conj(g_i) g_j
         energy = torch.diagonal(normal, dim1=1, dim2=2).real.mean(-1)
-        ridge = torch.where(energy > 0, damping * energy, torch.ones_like(energy))
-        normal = normal + ridge[:, None, None] * torch.eye(group, dtype=torch.complex128)
-        fit[:, g, g * group : (g + 1) * group] = torch.linalg.solve(normal, gradient_moment[:, g, heads])
-    change = torch.cat((torch.eye(num_kv_heads, dtype=torch.complex128).expand(pairs, -1, -1), -fit), dim=-1)
-    constants = fit.sum(1).conj().mT  # each query head belongs to one group
-    return Substitution(constants.contiguous(), hermitian(change @ gradient_moment @ change.mH))
+        ridge = torch.where(energy > 0, damping * energy, torch.ones_like(energy))[:, None]
+        wanted = gradient_moment[:, g, heads]
+        if towards is not None:
+            wanted = wanted + ridge * towards[own].conj().mT
+        fit = torch.linalg.solve(normal + ridge[..., None] * identity, wanted[..., None])[..., 0]  # γ_g ~ Σ fit_i g_i
+        constants[own] = fit.conj().mT
+    return Substitution(constants, replacement_metric(gradient_moment, constants))
+
+
+def replacement_metric(
+    gradient_moment: Complex[Tensor, "F GH GH"], constants: Complex[Tensor, "H F"]
+) -> Complex[Tensor, "F G G"]:
+    """Return E[e e^H] of e_g = γ_g - Σ_{i in g} conj(rho_i) g_i for each pair: the cost of replacing by `constants`."""
+    heads = constants.shape[0]
+    groups = gradient_moment.shape[-1] - heads
+    members = torch.eye(groups, dtype=torch.complex128).repeat_interleave(heads // groups, dim=1)  # [G H]
+    fit = members * constants.conj().mT[:, None]  # [F G H]
+    change = torch.cat((torch.eye(groups, dtype=torch.complex128).expand(len(fit), -1, -1), -fit), dim=-1)
+    return hermitian(change @ gradient_moment @ change.mH)

@@ -47,5 +47,6 @@ def rotate_moment(moment: Float[Tensor, "H K K"], factors: Complex[Tensor, "H F"
 
 
 def mixed_metric(first: Float[Tensor, "J J"], second: Float[Tensor, "J J"]) -> Float[Tensor, "J J"]:
-    """The mean of two metrics, each scaled to trace 1."""
-    return (first / first.trace() + second / second.trace()) / 2
+    """The mean of two metrics, each scaled to trace 1; one without any signal leaves the other alone."""
+    scaled = [metric / metric.trace() for metric in (first, second) if metric.trace() > 0]
+    return sum(scaled, torch.zeros_like(first)) / max(len(scaled), 1)

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from mla_convert.calibrate.collect import collect
 from mla_convert.calibrate.statistics import merge
 from mla_convert.errors import SourceError
+from mla_convert.sources import open_source
 from mla_convert.spec import SourceSpec
 from tests.calibrate.by_hand import Decoder, Layer
 from tests.calibrate.models import Tiny, as_pairs, close, contexts, described, stacked
-from tests.tiny import tiny_llama
+from tests.tiny import VOCAB_SIZE, save_source, tiny_llama
 
 # The models compute in float32 (norms, rotary angles and softmax do whatever the weights' type); two layers of
 # random weights amplify its 6e-8 to some 1e-6 of the activations, and sums of squares double that.
@@ -203,3 +204,14 @@ def test_predictions_that_are_not_finite_are_an_error_of_the_source(partly_froze
     with pytest.raises(SourceError, match="not finite"):
         collect(partly_frozen.model, partly_frozen.spec, contexts(2), gradients=True, seed=0)
     assert state(partly_frozen.model) == before
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_weights_that_are_not_finite_are_an_error_of_the_source(tmp_path: Path, gradients: bool) -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = math.nan
+    source = open_source(str(save_source(model, tmp_path)))
+    windows = torch.randint(VOCAB_SIZE, (2, 16), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(SourceError, match="not finite"):
+        collect(source.load_model(dtype=torch.float32), source.spec, windows, gradients=gradients, seed=0)

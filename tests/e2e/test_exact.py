@@ -245,3 +245,20 @@ def test_a_larger_cache_predicts_smaller_errors(tmp_path: Path, text: Path) -> N
         truncated.append([layer["truncated"] for layer in record["layer_errors"]])
     for smaller, larger in itertools.pairwise(truncated):
         assert all(after < before for before, after in zip(smaller, larger, strict=True))
+
+
+def test_full_size_is_exact_for_tokens_that_calibration_never_saw(tmp_path: Path) -> None:
+    model = tiny_llama("GQA")
+    text = tmp_path / "narrow.txt"
+    text.write_text("the cat sat on the mat and saw the dogs.\n" * 60)
+    full = KV_HEADS["GQA"] * HEAD_DIM
+    source = str(save_source(model, tmp_path / "source"))
+    convert(
+        ConvertRequest(
+            source, tmp_path / "out", kv_rank=full, rope_dim=full, calibration=str(text), calibration_tokens=256
+        )
+    )
+    ids = torch.randint(VOCAB_SIZE, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = MLAForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
+        assert (found - model(ids).logits).abs().max() <= 1e-4

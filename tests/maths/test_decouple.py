@@ -195,17 +195,21 @@ def test_constants_that_made_the_gradients_are_found():
     assert found.metric.abs().max() <= 1e-11
 
 
-@pytest.mark.parametrize("damping", [0.0, 0.05])
-def test_constants_are_the_ridge_regression_of_the_samples(damping):
+@pytest.mark.parametrize(("damping", "pulled"), [(0.0, False), (0.05, False), (0.4, True)])
+def test_constants_are_the_ridge_regression_of_the_samples(damping, pulled):
     gamma, g, _ = gradient_samples(noise=0.7)
-    found = substitute_rotation(second_moment(torch.cat((gamma, g), dim=-1)), GROUPS, damping=damping)
+    towards = complex_normal(GROUPS * GROUP, PAIRS, seed=17) * float(pulled)
+    found = substitute_rotation(
+        second_moment(torch.cat((gamma, g), dim=-1)), GROUPS, damping=damping, towards=towards if pulled else None
+    )
     left = gamma.clone()
     for pair, group in itertools.product(range(PAIRS), range(GROUPS)):
         heads = slice(group * GROUP, (group + 1) * GROUP)
         inputs, target = g[:, pair, heads], gamma[:, pair, group]
         ridge = (damping * inputs.abs().square().mean() * SAMPLES).sqrt()
         rows = torch.cat((inputs, ridge * torch.eye(GROUP, dtype=torch.complex128)))
-        fit = torch.linalg.lstsq(rows, torch.cat((target, target.new_zeros(GROUP)))[:, None]).solution[:, 0]
+        prior = ridge * towards[heads, pair].conj()
+        fit = torch.linalg.lstsq(rows, torch.cat((target, prior))[:, None]).solution[:, 0]
         assert max_difference(found.constants[heads, pair], fit.conj()) <= 1e-10
         left[:, pair, group] -= inputs @ fit
     assert max_difference(found.metric, second_moment(left)) <= 1e-10
@@ -225,3 +229,9 @@ def test_one_head_a_group_needs_no_more_than_a_quotient():
     found = substitute_rotation(second_moment(torch.cat((gamma, g), dim=-1)), GROUPS, damping=0.0)
     expected = ((gamma * g.conj()).mean(0) / g.abs().square().mean(0)).conj().mT
     assert max_difference(found.constants, expected) <= 1e-12
+
+
+def test_more_slots_than_components_are_refused() -> None:
+    moment = torch.eye(2, dtype=torch.complex128).repeat(3, 1, 1)
+    with pytest.raises(ValueError, match="4 slots wanted of 3"):
+        choose_slots(moment, moment, 4, damping=0.0, one_per_pair=True)

@@ -101,3 +101,9 @@ def test_a_mixture_does_not_depend_on_either_metrics_unit():
     direction = normal(5, seed=2)
     share = [direction @ m @ direction / m.trace() for m in (first, second)]
     assert max_difference(direction @ mixed @ direction, (share[0] + share[1]) / 2) <= 1e-13
+
+
+def test_a_metric_without_signal_leaves_the_other_alone() -> None:
+    metric = torch.diag(torch.arange(1.0, 5.0, dtype=torch.float64))
+    for mixed in (mixed_metric(metric, torch.zeros_like(metric)), mixed_metric(torch.zeros_like(metric), metric)):
+        torch.testing.assert_close(mixed, metric / 10)
