@@ -85,6 +85,8 @@ def case(
         query=torch.einsum("nhk,nhl->hkl", q, q),
         rotation=constants * energy,
         query_energy=energy,
+        noise_attended=torch.zeros_like(y.T @ y),
+        noise_weight=0.0,
         gradients=GradientStatistics(
             pair_tokens=SAMPLES,
             pairs=torch.einsum("nla,nlb->lab", u, u.conj()),

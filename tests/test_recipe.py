@@ -28,7 +28,7 @@ def content(**changes: Any) -> dict[str, Any]:
             "rope_share": 0.5,
             "damping": 0.25,
         },
-        "factorise": {"moment": "plain", "metric": "mixed", "damping": 0.125},
+        "factorise": {"moment": "plain", "metric": "mixed", "damping": 0.125, "prior": 0.5, "noise": 0.25},
     }
     for key, value in changes.items():
         section, _, name = key.partition("__")
@@ -76,6 +76,7 @@ def test_transmla_is_the_method_without_this_projects_additions() -> None:
     recipe = load_recipe("transmla")
     assert (recipe.decouple.mixing, recipe.decouple.slots, recipe.decouple.constants) == ("real", "one_per_pair", "one")
     assert (recipe.factorise.moment, recipe.factorise.metric) == ("plain", "balanced")
+    assert (recipe.factorise.prior, recipe.factorise.noise) == (0.0, 0.0)
 
 
 def test_a_file_of_ones_own(written) -> None:
@@ -105,6 +106,8 @@ def test_gradients_are_needed_by_what_uses_them(written, changes: dict[str, Any]
         ({"ranks": 3}, "ranks"),
         ({"decouple__mixer": "real"}, "decouple.mixer"),
         ({"factorise__damping": -0.1}, "factorise.damping"),
+        ({"factorise__prior": -1.0}, "factorise.prior"),
+        ({"factorise__noise": -1.0}, "factorise.noise"),
         ({"factorise__damping": "much"}, "factorise.damping"),
         ({"factorise__metric": "hessian"}, "factorise.metric"),
         ({"decouple__mixing": "quaternion"}, "decouple.mixing"),

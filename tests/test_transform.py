@@ -280,3 +280,34 @@ def test_the_source_is_left_as_it_was() -> None:
     before = {name: t.clone() for name, t in vars(c.weights).items()}
     converted(c, 8, 4, RECIPES["mixed"])
     assert all(torch.equal(t, before[name]) for name, t in vars(c.weights).items())
+
+
+# -- what keeps directions that the text never used ----------------------------------------------------------------
+
+
+def test_a_prior_is_the_gram_matrix_of_the_weights_at_its_share_of_the_trace() -> None:
+    c = case(biased=True)
+    rows = torch.cat((c.weights.w_k.flatten(0, 1), c.weights.w_v.flatten(0, 1)))
+    assert c.weights.b_k is not None
+    assert c.weights.b_v is not None
+    rows = torch.cat((rows, torch.cat((c.weights.b_k.flatten(), c.weights.b_v.flatten()))[:, None]), dim=1)
+    gram, moment = rows @ rows.T, c.statistics.plain_moment
+    prior = replace(c.statistics, key_value=(moment + 0.3 * moment.trace() / gram.trace() * gram) * c.statistics.tokens)
+    how = recipe(moment="plain", metric="identity", constants="one")
+    expected = converted(replace(c, statistics=prior), 7, 6, how).weights
+    found = converted(c, 7, 6, recipe(moment="plain", metric="identity", constants="one", prior=0.3)).weights
+    x = normal(15, c.sizes[3], seed=5)
+    for mine, theirs in zip(mla_answers(found, c.rope, x), mla_answers(expected, c.rope, x), strict=True):
+        assert relative(mine, theirs) <= 1e-6  # the least prior is 1e-9 of the trace
+
+
+def test_at_full_rank_directions_that_calibration_never_saw_are_kept() -> None:
+    c = case()
+    _, groups, dim, width = c.sizes
+    seen = torch.zeros_like(c.statistics.attended)
+    seen[0, 0] = 1.0  # one direction only
+    narrow = replace(c, statistics=replace(c.statistics, attended=seen, attended_weight=1.0))
+    found = converted(narrow, groups * dim, groups * dim, RECIPES["fisher"])
+    x = normal(15, width, seed=5)
+    for mine, theirs in zip(mla_answers(found.weights, c.rope, x), source_answers(c, x), strict=True):
+        assert relative(mine, theirs) <= 1e-6

@@ -215,3 +215,17 @@ def test_weights_that_are_not_finite_are_an_error_of_the_source(tmp_path: Path, 
     windows = torch.randint(VOCAB_SIZE, (2, 16), generator=torch.Generator().manual_seed(0))
     with pytest.raises(SourceError, match="not finite"):
         collect(source.load_model(dtype=torch.float32), source.spec, windows, gradients=gradients, seed=0)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_noise_counts_in_its_own_moment_alone(gqa: Tiny, gradients: bool) -> None:
+    tokens, noise = contexts(2), contexts(3, seed=9)
+    plain = collect(gqa.model, gqa.spec, tokens, gradients=gradients, seed=0)
+    noisy = collect(gqa.model, gqa.spec, tokens, gradients=gradients, seed=0, noise=noise)
+    alone = collect(gqa.model, gqa.spec, noise, gradients=False, seed=0)
+    for without, with_noise, reference in zip(plain, noisy, alone, strict=True):
+        close(with_noise.noise_attended, reference.attended, FORWARD)
+        assert with_noise.noise_weight == pytest.approx(reference.attended_weight, rel=FORWARD)
+        assert without.noise_weight == 0.0
+        for name in ("tokens", "key_value", "attended", "query", "rotation"):
+            assert torch.equal(torch.as_tensor(getattr(with_noise, name)), torch.as_tensor(getattr(without, name)))

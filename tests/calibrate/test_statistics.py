@@ -48,6 +48,8 @@ def layer(seed: int, *, gradients: bool = True) -> LayerStatistics:
         query=normal(HEADS, DIM, DIM, seed=10 * seed + 4),
         rotation=complex_normal(HEADS, PAIRS, seed=10 * seed + 5),
         query_energy=normal(HEADS, PAIRS, seed=10 * seed + 6).abs(),
+        noise_attended=normal(WIDTH, WIDTH, seed=10 * seed + 7),
+        noise_weight=0.2 + seed,
         gradients=part if gradients else None,
     )
 
@@ -106,7 +108,11 @@ def test_means_are_sums_over_their_own_weights() -> None:
     statistics = layer(3)
     assert statistics.gradients is not None
     torch.testing.assert_close(statistics.plain_moment * 33, statistics.key_value)
-    torch.testing.assert_close(statistics.attended_moment * 3.1, statistics.attended)
+    torch.testing.assert_close(statistics.attended_moment() * 3.1, statistics.attended)
+    noisy = (statistics.attended / 3.1 + 0.5 * statistics.noise_attended / 3.2) / 1.5
+    torch.testing.assert_close(statistics.attended_moment(0.5), noisy)
+    silent = replace(statistics, noise_attended=torch.zeros(WIDTH, WIDTH, dtype=torch.float64), noise_weight=0.0)
+    torch.testing.assert_close(silent.attended_moment(0.5), statistics.attended_moment())
     torch.testing.assert_close(statistics.mean_rotation * statistics.query_energy, statistics.rotation)
     torch.testing.assert_close(statistics.gradients.pair_moment * 13, statistics.gradients.pairs)
     torch.testing.assert_close(statistics.gradients.content_moment * 23, statistics.gradients.content)

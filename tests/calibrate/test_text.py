@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_convert.calibrate import text as text_module
-from mla_convert.calibrate.text import read_text, windows
+from mla_convert.calibrate.text import read_text, uniform_windows, windows
 from mla_convert.errors import TextError
 from tests.evaluate.models import byte_tokenizer
 
@@ -200,3 +200,12 @@ def test_no_special_tokens_and_no_warning_about_length(caplog):
 def test_refuses_too_little_text(tokenizer, options, message):
     with pytest.raises(TextError, match=message):
         windows(tokenizer, "hello world", **options)
+
+
+def test_uniform_windows_are_seeded_and_reach_the_whole_vocabulary():
+    drawn = uniform_windows(50, count=20, context=100, seed=3)
+    assert drawn.shape == (20, 100)
+    assert torch.equal(drawn, uniform_windows(50, count=20, context=100, seed=3))
+    assert not torch.equal(drawn, uniform_windows(50, count=20, context=100, seed=4))
+    # 2000 draws of 50 tokens leave one out with a probability of 50 * 0.98**2000, below 1e-15
+    assert torch.equal(drawn.unique(), torch.arange(50))
