@@ -31,7 +31,7 @@ demo: $(installed)  ## Convert SmolLM2-135M to half its cache, measure it beside
 	@mkdir -p $(dir $(DEMO))
 	$(bin)/python examples/demo_text.py build/demo/unseen.txt
 	$(run) convert builtin:smollm2-135m $(DEMO) --cache 0.5 --calibration builtin:pydoc --calibration-tokens 16384 --overwrite
-	$(run) evaluate $(DEMO) --against builtin:smollm2-135m --text build/demo/unseen.txt --context 512 --max-tokens 8192
+	$(run) evaluate $(DEMO) --against builtin:smollm2-135m --text build/demo/unseen.txt --context 512 --max-tokens 8192 --record
 	$(run) generate $(DEMO) --prompt "The Python programming language is" --max-new-tokens 32
 
 test: $(installed)  ## Run the tests

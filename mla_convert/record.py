@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import yaml
 
 from mla_convert import __version__
+from mla_convert.errors import OutputError
 from mla_convert.spec import DTYPE_BYTES, MLAShape, OutputFormat, SourceSpec
 
 RECORD_NAME = "conversion.json"
@@ -139,6 +141,30 @@ def build_record(facts: ConversionFacts) -> dict[str, Any]:
         "notes": facts.notes,
     }
     return json_safe(record)
+
+
+def add_measurement(folder: Path, row: Mapping[str, Any]) -> None:
+    """Append a row of measured quality to a converted folder's conversion.json, and write its model card anew.
+
+    A row measured before on the same text, context and number of tokens is replaced. Each file appears whole.
+
+    Raises:
+        OutputError: the folder has no readable conversion.json, or cannot be written.
+    """
+    try:
+        record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
+        same = ("text", "context", "tokens")
+        others = [old for old in record["measurements"] if any(old.get(key) != row.get(key) for key in same)]
+        record["measurements"] = [*others, json_safe(row)]
+        contents = {RECORD_NAME: json.dumps(record, indent=2) + "\n", CARD_NAME: model_card(record)}
+        for name, content in contents.items():
+            temporary = folder / f".{name}.partial"
+            temporary.write_text(content, encoding="utf-8")
+            temporary.replace(folder / name)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OutputError(
+            f"the measurement cannot be recorded in {folder}: {error}", "record it in a folder that convert wrote"
+        ) from error
 
 
 def library_versions() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,6 +51,10 @@ def evaluate(
     ] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Contexts that go through together.")] = 1,
     dtype: Annotated[Dtype, typer.Option(help="Compute, and hold the cache, in this dtype.")] = "float32",
+    record: Annotated[
+        bool,
+        typer.Option("--record", help="With --against: write the result into MODEL's conversion.json and model card."),
+    ] = False,
     revision: RevisionOption = None,
     token: TokenOption = None,
     json: JsonOption = False,
@@ -64,10 +69,13 @@ def evaluate(
     from mla_convert.cli._console import screen
 
     with screen(as_json=json, quiet=quiet, verbose=verbose) as out:
+        check_record(record, against, model)
+
         import torch
 
         from mla_convert.calibrate.text import read_text, windows
         from mla_convert.evaluate import cache_bytes_per_token, compare, load_for_evaluation, perplexity
+        from mla_convert.record import add_measurement
 
         out.silence_loading()
         number_type = getattr(torch, dtype)
@@ -102,8 +110,42 @@ def evaluate(
                     "kl": both.kl,
                     "top1_agreement": both.top1_agreement,
                 }
+        if record:
+            add_measurement(Path(model), _row(result))
         out.result(result)
         _show(out, result)
+
+
+def check_record(record: bool, against: str | None, model: str) -> None:
+    """Check before any long work that a measurement can be recorded where it is asked for.
+
+    Raises:
+        UsageError: there is nothing to compare with, or the model is not a folder that convert wrote.
+    """
+    from mla_convert.errors import UsageError
+
+    if record and against is None:
+        raise UsageError("--record writes down a comparison", "add --against SOURCE")
+    if record and not (Path(model) / "conversion.json").is_file():
+        raise UsageError(
+            f"{model} has no conversion.json to record in", "leave --record out, or name a converted folder"
+        )
+
+
+def _row(result: dict[str, Any]) -> dict[str, Any]:
+    """The measurement as conversion.json keeps it."""
+    return {
+        "text": result["text"]["source"],
+        "text_sha256": result["text"]["sha256"],
+        "context": result["context"],
+        "tokens": result["tokens"],
+        "dtype": result["dtype"],
+        "source_perplexity": result["against"]["perplexity"],
+        "perplexity": result["perplexity"],
+        "log_ratio": result["log_ratio"],
+        "kl": result["kl"],
+        "top1_agreement": result["top1_agreement"],
+    }
 
 
 def _whole(count: float) -> int | float:

@@ -141,3 +141,11 @@ def test_generate_prints_prompt_and_continuation(cli, converted) -> None:
     text = cli("generate", converted, *options, "--json").json()["text"]
     answer = cli("generate", converted, *options)
     assert answer.out == f"the cat sat{text}\n"
+
+
+@pytest.mark.parametrize("extra", [(), ("--against", "SOURCE")])
+def test_recording_needs_a_comparison_and_a_record(cli, tiny_folder, text_file, extra) -> None:
+    extra = tuple(str(tiny_folder) if argument == "SOURCE" else argument for argument in extra)
+    answer = cli("evaluate", tiny_folder, "--text", text_file, "--record", *extra)
+    assert answer.code == 2
+    assert "--record" in answer.err

@@ -55,8 +55,13 @@ def test_from_a_checkpoint_to_decoded_text(folder: Path) -> None:
     assert json.loads((out / "conversion.json").read_text()) == made["record"]
 
     measured = command(
-        *("evaluate", out, "--against", source, "--text", text, "--context", 64, "--max-tokens", 512, "--json")
+        *("evaluate", out, "--against", source, "--text", text, "--context", 64, "--max-tokens", 512),
+        *("--record", "--json"),
     )
+    (row,) = json.loads((out / "conversion.json").read_text())["measurements"]
+    assert row["perplexity"] == measured["perplexity"]
+    assert row["source_perplexity"] == measured["against"]["perplexity"]
+    assert f"{measured['perplexity']:.5g}" in (out / "README.md").read_text()
     assert measured["cache_bytes_per_token"] == LAYERS * cached * 4
     assert measured["against"]["cache_bytes_per_token"] == LAYERS * KV_WIDTH * 4
     assert measured["tokens"] == 8 * 63
