@@ -38,7 +38,7 @@ from mla_convert.record import (
 )
 from mla_convert.sources import Source, open_source
 from mla_convert.spec import DTYPE_BYTES, OutputFormat, StockRope
-from mla_convert.transform import convert_layer, slot_costs
+from mla_convert.transform import ConvertedLayer, convert_layer, slot_costs
 
 logger = logging.getLogger(__name__)
 
@@ -107,25 +107,26 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
     timings["calibrate"] = time.perf_counter() - started
     counts, rope_parameters = _stock_slots(source, planned, statistics)
 
+    def converted(i: int) -> ConvertedLayer:
+        return convert_layer(
+            source.attention(i),
+            statistics.layers[i] if statistics else None,
+            source.spec.rope,
+            planned.layers[i],
+            planned.recipe,
+            counts=counts,
+        )
+
     errors: list[dict[str, float]] = []
-    verify = source.file_bytes() <= VERIFY_BYTES
-    held: dict[int, MLAWeights] = {}
 
     def layers() -> Iterator[tuple[int, MLAWeights]]:
-        for i, shape in enumerate(planned.layers):
-            converted = convert_layer(
-                source.attention(i),
-                statistics.layers[i] if statistics else None,
-                source.spec.rope,
-                shape,
-                planned.recipe,
-                counts=counts,
-            )
-            errors.append(dict(converted.errors))
-            weights = converted.weights.to(torch.float32)
-            if verify:
-                held[i] = weights
+        for i in range(source.spec.num_layers):
+            layer = converted(i)
+            errors.append(dict(layer.errors))
+            weights = layer.weights.to(torch.float32)
+            del layer  # or it would live on while the next one is made
             yield i, weights
+            del weights
 
     with staged_folder(request.out, request.overwrite) as folder:
         started = time.perf_counter()
@@ -140,7 +141,11 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
             write_deepseek(source, layers(), planned.layers[0], folder, rope_parameters=rope_parameters, **common)
         timings["write"] = time.perf_counter() - started
         started = time.perf_counter()
-        verification = _verify(source, held, folder, dtype_name) if verify else None
+        verification = None
+        if source.file_bytes() <= VERIFY_BYTES:
+            # made again, so that writing never held more than one of them
+            again = {i: converted(i).weights.to(torch.float32) for i in range(source.spec.num_layers)}
+            verification = _verify(source, again, folder, dtype_name)
         timings["verify"] = time.perf_counter() - started
         used = statistics.provenance if statistics else None
         facts = ConversionFacts(
