@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from mla_convert.calibrate.collect import collect
-from mla_convert.calibrate.statistics import Provenance, Statistics, load_statistics, save_statistics
+from mla_convert.calibrate.statistics import (
+    Provenance,
+    Statistics,
+    is_statistics,
+    load_statistics,
+    save_statistics,
+)
 from mla_convert.calibrate.text import BUILTIN_TEXT, read_text, uniform_windows, windows
 from mla_convert.errors import StatisticsError, UsageError
 from mla_convert.export.deepseek import check_deepseek, longrope_parameters, write_deepseek
@@ -97,6 +103,7 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
     progress = progress or silent
     check_output(request.out, overwrite=request.overwrite)
     source, planned, notes = _prepare(request)
+    _check_files(request, planned.recipe)
     dtype_name = request.dtype or source.spec.dtype
     dtype = getattr(torch, dtype_name)
     timings: dict[str, float] = {}
@@ -193,6 +200,35 @@ def _prepare(request: ConvertRequest) -> tuple[Source, ConversionPlan, tuple[str
             parameters = longrope_parameters([1.0], 10000.0, source.spec.max_position_embeddings)
         notes = check_deepseek(source.spec, rope_parameters=parameters, dtype=dtype)
     return source, planned, notes
+
+
+def _check_files(request: ConvertRequest, recipe: Recipe) -> None:
+    """Check that no file the run reads or keeps is one that it would replace.
+
+    Raises:
+        UsageError: one is, or an option asks for statistics that the run does not collect.
+    """
+    out, source = Path(request.out).resolve(), Path(request.source).resolve()
+    read_or_kept = {
+        "the source": request.source,
+        "the calibration text": request.calibration,
+        "--statistics": request.statistics,
+        "--save-statistics": request.save_statistics,
+    }
+    for name, path in read_or_kept.items():
+        if path is None or not (Path(path).exists() or name == "--save-statistics"):
+            continue
+        if Path(path).resolve() == out or out in Path(path).resolve().parents:
+            raise UsageError(f"{name} {path} lies in the output folder {request.out}", "choose another folder")
+    saved = request.save_statistics
+    if saved is None:
+        return
+    if recipe.calibration is None or request.statistics is not None:
+        raise UsageError("--save-statistics, but this run collects none", "leave it out")
+    if source in saved.resolve().parents:
+        raise UsageError(f"--save-statistics {saved} lies in the source", "choose another place")
+    if saved.is_dir() or (saved.exists() and not is_statistics(saved)):
+        raise UsageError(f"--save-statistics {saved} exists and is not a file of statistics", "choose another name")
 
 
 def _statistics(

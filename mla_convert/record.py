@@ -261,7 +261,7 @@ def _loading(output_format: str) -> str:
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'folder = "path/to/this/folder"\n'
         f"model = AutoModelForCausalLM.from_pretrained({arguments})\n"
-        "tokenizer = AutoTokenizer.from_pretrained(folder)\n```\n\n" + remark
+        f"tokenizer = AutoTokenizer.from_pretrained({arguments})\n```\n\n" + remark
     )
 
 

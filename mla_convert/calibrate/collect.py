@@ -75,7 +75,7 @@ def collect(
                 _fit_constants(accumulators, spec)
             for recorder, accumulator in zip(recorders, accumulators, strict=True):
                 recorder.begin(stage, accumulator)
-            generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + i)
+            generator = torch.Generator(device="cpu").manual_seed((seed * 1_000_003 + i) % 2**63)
             _run(model, contexts[i : i + 1], stage in ("pairs", "content"), generator)
             for recorder in recorders:
                 recorder.finish()

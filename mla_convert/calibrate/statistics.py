@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -179,14 +181,26 @@ def save_statistics(statistics: Statistics, path: Path) -> None:
         "provenance": json.dumps(asdict(statistics.provenance), sort_keys=True),
         "counts": json.dumps(counts),
     }
-    temporary = path.with_name(path.name + ".partial")
+    temporary = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, temporary, metadata=metadata)
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
-        raise StatisticsError(f"the statistics cannot be written to {path}: {error}", "free space there") from error
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise StatisticsError(
+            f"the statistics cannot be written to {path}: {error}", "free space there, or choose another place"
+        ) from error
+
+
+def is_statistics(path: Path) -> bool:
+    """Whether the file is one that :func:`save_statistics` wrote, of any version."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return "provenance" in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
 
 
 def load_statistics(path: Path) -> Statistics:

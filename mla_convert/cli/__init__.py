@@ -6,6 +6,7 @@ Loading this module loads neither torch nor transformers, so that ``--help`` and
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -114,10 +115,17 @@ def _run(arguments: Sequence[str], log: logging.Logger) -> int:
             UNEXPECTED,
         )
     if outcome == INTERRUPTED:
-        typer.echo("interrupted: no partial output is left", err=True)
+        typer.echo(
+            "interrupted: no unfinished output is left; a finished calibration is kept for the next run", err=True
+        )
     return outcome if isinstance(outcome, int) else 0
 
 
 def main() -> None:
-    """The entry point of the ``mla-convert`` script."""
+    """The entry point of the ``mla-convert`` script; asked to terminate, it cleans up as after an interrupt."""
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(run(sys.argv[1:]))
+
+
+def _terminate(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -27,6 +27,10 @@ class Screen:
 
     def __init__(self, *, as_json: bool, quiet: bool, out: TextIO, err: TextIO) -> None:
         self.as_json = as_json
+        for stream in (out, err):
+            reconfigure = getattr(stream, "reconfigure", None)
+            if reconfigure is not None:  # a terminal or pipe that cannot show a character must not end the run
+                reconfigure(errors="backslashreplace")
         self._quiet = quiet
         self._result: Mapping[str, Any] | None = None
         # In a pipe nothing is wrapped: a line of a table stays one line.

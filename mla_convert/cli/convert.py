@@ -81,7 +81,9 @@ def convert(
             metavar="FILE", help="Keep the calibration's statistics for other conversions.", show_default=False
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the calibration's sampling.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, max=2**32 - 1, help="Seed of the calibration's sampling.")
+    ] = 0,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Write the weights in this dtype.", show_default="the source's")
     ] = None,
@@ -218,6 +220,9 @@ def _show_errors(console: Screen, record: dict[str, Any]) -> None:
 
 def _show_next(console: Screen, source: str, out: Path) -> None:
     console.line()
+    from shlex import quote
+
+    folder, against = quote(str(out)), quote(source)
     console.line(f"wrote {out}; next:")
-    console.line(f"  mla-convert evaluate {out} --against {source} --text FILE")
-    console.line(f"  mla-convert generate {out} --prompt TEXT")
+    console.line(f"  mla-convert evaluate {folder} --against {against} --text FILE")
+    console.line(f"  mla-convert generate {folder} --prompt TEXT")

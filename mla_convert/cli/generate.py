@@ -31,7 +31,7 @@ def generate(
         float | None,
         typer.Option(metavar="P", help="Sample from the likeliest tokens that hold this share.", show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=2**32 - 1, help="Seed of the sampling.")] = 0,
     mode: Annotated[
         Mode,
         typer.Option(help="How a converted model attends: auto is absorbed for decoding, expanded for the prompt."),

@@ -43,6 +43,10 @@ def check_deepseek(
     Raises:
         FormatError: the stock class cannot express the source, with the reason.
     """
+    if dtype == torch.float16:
+        raise FormatError(
+            "float16 cannot hold the latent's rows, which this format scales by 2^-20", "--dtype bfloat16 or float32"
+        )
     if spec.mlp_bias:
         raise FormatError("the stock DeepSeek class has no biases in its feed-forward layers, the source has", _NATIVE)
     parameters = spec.rope.parameters if rope_parameters is None else rope_parameters
@@ -109,10 +113,6 @@ def write_deepseek(
     progress = progress or silent
     spec = source.spec
     check_deepseek(spec, rope_parameters=rope_parameters, engine_eps=engine_eps, dtype=dtype)
-    if dtype == torch.float16:
-        raise FormatError(
-            "float16 cannot hold the latent's rows, which this format scales by 2^-20", "--dtype bfloat16 or float32"
-        )
     if shape.rope_dim < 2:
         raise FormatError("the stock DeepSeek class needs RoPE dims, the plan has none", "a --rope-dim of at least 2")
     config = deepseek_config(source, shape, dtype=dtype, rope_parameters=rope_parameters, engine_eps=engine_eps)

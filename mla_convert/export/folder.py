@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import secrets
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from mla_convert.errors import OutputError
 from mla_convert.record import RECORD_NAME
 
+_LONGEST_NAME = 200
 _DISK_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG})
 
 
@@ -21,9 +23,11 @@ def check_output(out: Path, *, overwrite: bool) -> None:
 
     Raises:
         OutputError: ``out`` exists and may not be replaced: without ``overwrite`` anything that exists; with it
-            anything but an empty folder or one that holds a ``conversion.json``.
+            anything but an empty folder or one that holds a ``conversion.json``. Or it cannot be created where it is
+            asked for.
     """
     if not os.path.lexists(out):
+        _check_place(Path(os.path.realpath(out)))
         return
     if not out.is_dir():
         raise OutputError(f"{out} exists and is not a folder", "choose another output folder")
@@ -34,6 +38,25 @@ def check_output(out: Path, *, overwrite: bool) -> None:
             f"{out} holds files but no {RECORD_NAME}, so it was not written by mla-convert and is not replaced",
             "choose another output folder, or remove this one by hand",
         )
+
+
+def _check_place(target: Path) -> None:
+    """Check that a folder can be made at ``target``, whose name leaves room for that of the staged one."""
+    ancestor = next(folder for folder in target.parents if os.path.lexists(folder))
+    if not ancestor.is_dir():
+        raise OutputError(f"{ancestor} is not a folder, so {target} cannot be made in it", "choose another folder")
+    if not os.access(ancestor, os.W_OK | os.X_OK):
+        raise OutputError(f"{ancestor} is not writable", "choose a folder you may write to")
+    if len(os.fsencode(target.name)) > _LONGEST_NAME:
+        raise OutputError(f"the name of {target} is too long", f"choose one of at most {_LONGEST_NAME} bytes")
+
+
+def _sweep(target: Path) -> None:
+    """Remove what earlier runs for ``target`` left when they were killed: staged folders whose process is gone."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
+        process = left.name.rpartition(".partial-")[2].partition("-")[0]
+        if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager
@@ -49,7 +72,8 @@ def staged_folder(out: Path, overwrite: bool) -> Iterator[Path]:
     """
     check_output(out, overwrite=overwrite)
     target = Path(os.path.realpath(out))
-    staged = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    _sweep(target)
+    staged = target.with_name(f".{target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
     missing_parents = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
     try:
         staged.mkdir(parents=True)
@@ -68,7 +92,7 @@ def staged_folder(out: Path, overwrite: bool) -> Iterator[Path]:
             raise
         raise OutputError(
             f"cannot write the output folder {out}: {error.strerror or error}",
-            "free some disk space or choose another output folder; nothing was left behind",
+            "free some disk space or choose another output folder; the unfinished one was removed",
         ) from error
     except BaseException:
         _discard(staged, missing_parents)

@@ -114,7 +114,7 @@ def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
 
 def test_a_parent_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(OutputError, match="cannot create"), staged_folder(tmp_path / "file" / "out", overwrite=False):
+    with pytest.raises(OutputError, match="is not a folder"), staged_folder(tmp_path / "file" / "out", overwrite=False):
         pytest.fail("the block ran")
 
 
