@@ -347,3 +347,28 @@ def test_a_plan_reads_no_weights(request_for, monkeypatch) -> None:
     planned = plan(request_for())
     assert (planned.layers[0].kv_rank, planned.layers[0].rope_dim) == (20, 8)
     assert plan(replace(request_for(), kv_rank=None, rope_dim=None, cache=0.5)).ratio <= 0.5
+
+
+# -- what a run must not replace -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["source", "statistics", "weights", "folder"])
+def test_nothing_that_a_run_reads_or_keeps_is_replaced(tmp_path: Path, where: str) -> None:
+    out = tmp_path / "out"
+    inside = {"source": out / "inner"}.get(where, tmp_path / "source")
+    save_source(tiny_llama(), inside)
+    weights = (inside / "model.safetensors").read_bytes()
+    if where == "source":
+        (out / "conversion.json").write_text("{}")
+    saved = {"statistics": out / "kept.st", "weights": inside / "model.safetensors", "folder": tmp_path}.get(where)
+    request = ConvertRequest(str(inside), out, overwrite=True, calibration_tokens=64, save_statistics=saved)
+    with pytest.raises(UsageError, match=r"lies in|exists and is not"):
+        convert(request)
+    assert (inside / "model.safetensors").read_bytes() == weights
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_statistics_that_are_not_collected_cannot_be_saved(tmp_path: Path) -> None:
+    source = str(save_source(tiny_llama(), tmp_path / "source"))
+    with pytest.raises(UsageError, match="collects none"):
+        convert(ConvertRequest(source, tmp_path / "out", recipe="exact", save_statistics=tmp_path / "kept.st"))

@@ -1,5 +1,8 @@
 """How failures are shown, and the exit codes that scripts can rely on."""
 
+import subprocess
+import sys
+
 import pytest
 
 from mla_convert import sources
@@ -107,3 +110,19 @@ def test_every_kind_of_failure_has_its_own_exit_code() -> None:
     assert len(set(codes)) == len(codes)
     # 64 and up are sysexits.h's, 128 and up the shell's.
     assert all(0 < code < 64 for code in codes)
+
+
+def test_a_request_to_terminate_is_an_interrupt(tmp_path) -> None:
+    code = (
+        "import os, signal, sys, threading\n"
+        "import mla_convert.cli as cli\n"
+        "def wait(*_):\n"
+        "    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        "    signal.pause()\n"
+        "cli._run = lambda arguments, log: wait()\n"
+        "try:\n"
+        "    cli.main()\n"
+        "except KeyboardInterrupt:\n"
+        "    sys.exit(99)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 99

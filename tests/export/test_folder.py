@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -143,3 +146,16 @@ def test_other_file_errors_of_the_block_pass_through(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), staged_folder(tmp_path / "out", overwrite=False):
         (tmp_path / "absent").read_text()
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    dead = tmp_path / f".out.partial-{gone.pid}-0123abcd"
+    alive = tmp_path / f".out.partial-{os.getppid()}-0123abcd"
+    for folder in (dead, alive):
+        folder.mkdir()
+    with staged_folder(tmp_path / "out", overwrite=False):
+        pass
+    assert not dead.exists()
+    assert alive.exists()
