@@ -352,7 +352,7 @@ def test_a_plan_reads_no_weights(request_for, monkeypatch) -> None:
 # -- what a run must not replace -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["source", "statistics", "weights", "folder"])
+@pytest.mark.parametrize("where", ["source", "statistics", "weights", "folder", "note"])
 def test_nothing_that_a_run_reads_or_keeps_is_replaced(tmp_path: Path, where: str) -> None:
     out = tmp_path / "out"
     inside = {"source": out / "inner"}.get(where, tmp_path / "source")
@@ -360,11 +360,15 @@ def test_nothing_that_a_run_reads_or_keeps_is_replaced(tmp_path: Path, where: st
     weights = (inside / "model.safetensors").read_bytes()
     if where == "source":
         (out / "conversion.json").write_text("{}")
-    saved = {"statistics": out / "kept.st", "weights": inside / "model.safetensors", "folder": tmp_path}.get(where)
+    note = tmp_path / "note.txt"
+    note.write_text("mine")
+    places = {"statistics": out / "kept.st", "weights": inside / "model.safetensors", "folder": tmp_path, "note": note}
+    saved = places.get(where)
     request = ConvertRequest(str(inside), out, overwrite=True, calibration_tokens=64, save_statistics=saved)
     with pytest.raises(UsageError, match=r"lies in|exists and is not"):
         convert(request)
     assert (inside / "model.safetensors").read_bytes() == weights
+    assert note.read_text() == "mine"
     assert not list(tmp_path.glob(".out*"))
 
 
