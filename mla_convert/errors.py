@@ -90,3 +90,9 @@ class VerificationError(MLAConvertError):
     """What was written does not answer as it should when it is loaded again."""
 
     exit_code = 12
+
+
+class CacheFullError(MLAConvertError):
+    """A decoding cache with fewer pages left than a sequence needs."""
+
+    exit_code = 13
