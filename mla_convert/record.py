@@ -253,7 +253,7 @@ def _loading(output_format: str) -> str:
     if output_format == "native":
         arguments, remark = (
             "folder, trust_remote_code=True",
-            "The model class lies beside the weights (`configuration_mla.py`, `modeling_mla.py`).",
+            "The model class lies beside the weights (`configuration_mla.py`, `attention_mla.py`, `modeling_mla.py`).",
         )
     else:
         arguments, remark = "folder", "The model class is transformers' own `DeepseekV3ForCausalLM`."

@@ -12,7 +12,7 @@ import torch
 from mla_convert.errors import FormatError
 from mla_convert.export.carried import common_config, common_names, copied_tensors
 from mla_convert.export.shards import ShardWriter
-from mla_convert.mla import MLAConfig, MLAForCausalLM, MLAWeights, configuration_mla, modeling_mla
+from mla_convert.mla import MLAConfig, MLAForCausalLM, MLAWeights, attention_mla, configuration_mla, modeling_mla
 from mla_convert.mla.names import to_hf
 from mla_convert.progress import Progress, silent
 from mla_convert.sources import Source
@@ -66,7 +66,7 @@ def write_native(
     names = common_names(written, source.spec.num_layers)
     rope_inv_freq = [frequencies[i] for i in range(source.spec.num_layers)]
     native_config(source, shape, dtype=dtype, names=names, rope_inv_freq=rope_inv_freq).save_pretrained(folder)
-    for module in (configuration_mla, modeling_mla):
+    for module in (configuration_mla, attention_mla, modeling_mla):
         shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
     source.save_companions(folder)
 

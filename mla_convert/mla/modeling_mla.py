@@ -1,12 +1,12 @@
 """The native MLA model: a decoder whose attention caches one latent and one shared RoPE key a token.
 
-Self-contained (torch and transformers only): it is also shipped beside converted weights, where ``trust_remote_code``
-loads it. Differences from transformers' DeepSeek classes: no norm on the latent, RoPE slots of any frequency chosen
-per layer, optional biases, the source's own softmax scale, and decoding in the absorbed form, which never rebuilds keys
-and values (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1).
+Self-contained with its attention (torch and transformers only): both are also shipped beside converted weights, where
+``trust_remote_code`` loads them. Differences from transformers' DeepSeek classes: no norm on the latent, RoPE slots of
+any frequency chosen per layer, optional biases, the source's own softmax scale, and decoding in the absorbed form,
+which never rebuilds keys and values (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1).
 """
 
-from collections.abc import Callable
+import logging
 from dataclasses import fields
 
 import torch
@@ -17,13 +17,14 @@ from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .attention_mla import ATTENTION_MODES, DecodeBackend, MLAAttention, check_decode_backend, choose_decode_backend
 from .configuration_mla import MLAConfig
 
-ATTENTION_MODES = ("auto", "absorbed", "expanded")
+log = logging.getLogger(__name__)
 
 # transformers renamed the cache argument and output field from `past_key_values` to `cache` in 5.2x.
 _CACHE_FIELD = "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"
@@ -65,12 +66,6 @@ class MLARotaryEmbedding(nn.Module):
         return (angles.cos() * self.attention_scaling).to(dtype), (angles.sin() * self.attention_scaling).to(dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [..., S, R] (R/2 real parts, then R/2 imaginary parts) by the angles of cos and sin [..., S, R/2]."""
-    real, imaginary = x.chunk(2, dim=-1)
-    return torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1)
-
-
 class MLAMLP(nn.Module):
     """Gated feed-forward block, as the source has it."""
 
@@ -83,152 +78,6 @@ class MLAMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain attention over expanded heads: query and key [B H . N+R], value [B H T V]; returns [B S H V], weights."""
-    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
-
-
-def mask_scores(scores: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """Apply transformers' mask (None, boolean or additive; [B 1 S T]) to scores [B H S T].
-
-    None means causal with the queries at the end of the cached tokens, as for torch's scaled_dot_product_attention.
-    """
-    queries, tokens = scores.shape[-2:]
-    if attention_mask is None:
-        if queries == 1:
-            return scores
-        future = torch.ones(queries, tokens, dtype=torch.bool, device=scores.device).triu(tokens - queries + 1)
-        return scores.masked_fill(future, torch.finfo(scores.dtype).min)
-    mask = attention_mask[..., :tokens]
-    if mask.dtype == torch.bool:
-        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return scores + mask
-
-
-class MLAAttention(nn.Module):
-    """Multi-head latent attention. The cache holds c_kv [B 1 T C] and the rotated k_rope [B 1 T R]."""
-
-    def __init__(self, config: MLAConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.num_heads = config.num_attention_heads
-        self.kv_lora_rank = config.kv_lora_rank
-        self.qk_nope_head_dim = config.qk_nope_head_dim
-        self.qk_rope_head_dim = config.qk_rope_head_dim
-        self.v_head_dim = config.v_head_dim
-        self.scaling = config.attention_scale
-        self.is_causal = True
-        self.attention_mode = "auto"
-        # Decode-ready matrices (mla_convert.maths.absorb.AbsorbedMatrices), attached after loading where they exist.
-        self.absorbed = None
-
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        self.q_proj = nn.Linear(hidden, heads * config.head_dim, bias=config.query_bias)
-        self.kv_a_proj_with_mqa = nn.Linear(
-            hidden, config.kv_lora_rank + config.qk_rope_head_dim, bias=config.latent_bias
-        )
-        self.kv_b_proj = nn.Linear(
-            config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False
-        )
-        self.o_proj = nn.Linear(heads * config.v_head_dim, hidden, bias=config.output_bias)
-
-    def uses_absorption(self, queries: int, tokens: int) -> bool:
-        """Whether scoring `queries` new tokens against `tokens` cached ones is done in the latent space.
-
-        ``auto`` expands for a prefill and absorbs where that costs fewer multiplications a head and cached token:
-        S·(2C + R) against C·(N + V) + S·(N + R + V).
-        """
-        if self.attention_mode != "auto":
-            return self.attention_mode == "absorbed"
-        expansion = self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
-        extra = 2 * self.kv_lora_rank - self.qk_nope_head_dim - self.v_head_dim
-        return tokens > queries and queries * extra < expansion
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        batch, queries = hidden_states.shape[:2]
-        cos, sin = (x[:, None] for x in position_embeddings)
-        query = self.q_proj(hidden_states).view(batch, queries, self.num_heads, -1).transpose(1, 2)
-        q_nope, q_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        q_rope = rotate(q_rope, cos, sin)
-
-        compressed = self.kv_a_proj_with_mqa(hidden_states)[:, None]
-        c_kv, k_rope = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        # The slices are made whole, so that a cache that keeps them keeps C + R numbers and no shared storage.
-        c_kv, k_rope = c_kv.contiguous(), rotate(k_rope, cos, sin)
-        if cache is not None:
-            c_kv, k_rope = cache.update(c_kv, k_rope, self.layer_idx)
-
-        if self.uses_absorption(queries, c_kv.shape[2]):
-            output, weights = self._attend_absorbed(q_nope, q_rope, c_kv, k_rope, attention_mask)
-            return output, weights
-        heads, weights = self._attend_expanded(q_nope, q_rope, c_kv, k_rope, attention_mask, **kwargs)
-        return self.o_proj(heads.reshape(batch, queries, -1)), weights
-
-    def _up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """w_uk [H N C] and w_uv [H V C], views of kv_b_proj."""
-        w_HJC = self.kv_b_proj.weight.view(self.num_heads, -1, self.kv_lora_rank)
-        w_uk, w_uv = w_HJC.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
-        return w_uk, w_uv
-
-    def _attend_expanded(self, q_nope, q_rope, c_kv, k_rope, attention_mask, **kwargs):
-        batch, _, tokens, _ = c_kv.shape
-        expanded = self.kv_b_proj(c_kv[:, 0]).view(batch, tokens, self.num_heads, -1).transpose(1, 2)
-        k_nope, value = expanded.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
-        key = torch.cat((k_nope, k_rope.expand(-1, self.num_heads, -1, -1)), dim=-1)
-        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        return attend(
-            self,
-            torch.cat((q_nope, q_rope), dim=-1),
-            key,
-            value,
-            attention_mask,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
-
-    def _attend_absorbed(self, q_nope, q_rope, c_kv, k_rope, attention_mask):
-        """Scores q_latent·c + q_rope·k_rope with q_latent = W_UK^T q_nope; the up-projections never touch the cache."""
-        batch, heads, queries, _ = q_nope.shape
-        ready = self.absorbed
-        w_uk, w_uv = self._up_projections() if ready is None else (ready.w_uk, None)
-        q_latent = torch.matmul(q_nope, w_uk.to(q_nope.dtype))
-        scores = torch.matmul(q_latent, c_kv.transpose(2, 3)) + torch.matmul(q_rope, k_rope.transpose(2, 3))
-        scores = mask_scores(scores * self.scaling, attention_mask)
-        weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(q_nope.dtype)
-        u_BHSC = torch.matmul(weights, c_kv)
-        if ready is not None and ready.w_comb is not None:
-            merged = torch.matmul(u_BHSC, ready.w_comb.to(u_BHSC.dtype)).sum(dim=1)
-            return (merged if self.o_proj.bias is None else merged + self.o_proj.bias), weights
-        w_uv_t = w_uv.transpose(1, 2) if ready is None else ready.w_uv_t.to(u_BHSC.dtype)
-        output = torch.matmul(u_BHSC, w_uv_t).transpose(1, 2).reshape(batch, queries, heads * self.v_head_dim)
-        return self.o_proj(output), weights
 
 
 class MLADecoderLayer(GradientCheckpointingLayer):
@@ -274,7 +123,14 @@ class MLAModel(MLAPreTrainedModel):
         self.norm = MLARMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = MLARotaryEmbedding(config)
         self.gradient_checkpointing = False
+        self.wanted_backend = "auto"
+        self._logged_backend: DecodeBackend | None = None
         self.post_init()
+
+    @property
+    def decode_backend(self) -> DecodeBackend:
+        """What absorbed decoding uses where the weights are, and why."""
+        return choose_decode_backend(self.wanted_backend, self.config, self.device, self.dtype)
 
     @merge_with_config_defaults
     @capture_outputs
@@ -301,6 +157,10 @@ class MLAModel(MLAPreTrainedModel):
             seen = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + seen
 
+        backend = choose_decode_backend(self.wanted_backend, self.config, inputs_embeds.device, inputs_embeds.dtype)
+        if backend != self._logged_backend and not torch.compiler.is_compiling():
+            log.info("absorbed decoding uses %s: %s", backend.name, backend.reason)
+            self._logged_backend = backend
         mask_arguments = {
             "config": self.config,
             "inputs_embeds": inputs_embeds,
@@ -309,20 +169,23 @@ class MLAModel(MLAPreTrainedModel):
             "position_ids": position_ids,
         }
         layer_types = self.config.layer_types or ["full_attention"] * len(self.layers)
+        # A cache that attends by itself knows what its sequences see; it needs no mask and takes none.
+        kinds = set() if hasattr(cache, "attend_latent") else set(layer_types)
         masks = {
             kind: (create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask)(
                 **mask_arguments
             )
-            for kind in set(layer_types)
+            for kind in kinds
         }
         cos, sin = self.rotary_emb(position_ids, inputs_embeds.dtype)
         hidden_states = inputs_embeds
         for i, layer in enumerate(self.layers):
             hidden_states = layer(
                 hidden_states,
-                attention_mask=masks[layer_types[i]],
+                attention_mask=masks.get(layer_types[i]),
                 position_embeddings=(cos[i], sin[i]),
                 cache=cache,
+                decode_backend=backend.name,
                 **kwargs,
             )
         hidden_states = self.norm(hidden_states)
@@ -332,6 +195,7 @@ class MLAModel(MLAPreTrainedModel):
 class MLAForCausalLM(MLAPreTrainedModel, GenerationMixin):
     """The language model: :class:`MLAModel` and the output head."""
 
+    supports_paged_cache = True  # forward takes a cache with `attend_latent`: see MLAAttention
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: MLAConfig) -> None:
@@ -347,6 +211,26 @@ class MLAForCausalLM(MLAPreTrainedModel, GenerationMixin):
             raise ValueError(f"attention mode must be one of {ATTENTION_MODES}, got {mode!r}")
         for layer in self.model.layers:
             layer.self_attn.attention_mode = mode
+
+    @property
+    def attention_mode(self) -> str:
+        """How the layers attend."""
+        return self.model.layers[0].self_attn.attention_mode
+
+    def set_decode_backend(self, backend: str) -> None:
+        """Choose what computes absorbed attention.
+
+        ``auto`` takes the kernel of mla_kernels for tensors on a CUDA device where it is installed and no mask is
+        needed, and matrix products otherwise; ``triton`` the kernel wherever no mask is needed; ``torch`` never.
+        A paged cache attends through mla_kernels in any case, and by its torch path where the kernel is not used.
+        """
+        check_decode_backend(backend)
+        self.model.wanted_backend = backend
+
+    @property
+    def decode_backend(self) -> DecodeBackend:
+        """What absorbed decoding uses where the weights are (``name``), and why (``reason``)."""
+        return self.model.decode_backend
 
     @can_return_tuple
     def forward(

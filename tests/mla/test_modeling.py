@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mla_convert.maths.absorb import absorb_layer
 from mla_convert.mla import MLAConfig, MLAForCausalLM
-from mla_convert.mla.modeling_mla import mask_scores
+from mla_convert.mla.attention_mla import mask_scores
 from mla_convert.mla.names import from_hf
 from mla_convert.mla.weights import MLAWeights
 from mla_convert.spec import MLAShape
