@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from mla_convert.errors import CacheFullError
 
 PAGE_TOKENS = 64
+_BEGINNING = 0  # the identity of no tokens at all
+
+
+@dataclass(eq=False)
+class _Content:
+    """What a full page holds: its tokens, behind the content that ``key`` starts with.
+
+    Attributes:
+        identity: a number of its own, never given twice. What was registered behind a content that is gone is then out
+            of reach, without a search for it.
+        pages: those that hold it; more than one where sequences came to the same tokens side by side.
+    """
+
+    identity: int
+    key: tuple[int, tuple[int, ...]]
+    pages: list[int]
 
 
 class BlockAllocator:
@@ -28,12 +45,9 @@ class BlockAllocator:
         self.page_tokens = page_tokens
         self._references = [0] * pages
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(pages))
-        # What a page holds has a number of its own, never given twice: what is registered behind a page that was
-        # reused since is then out of reach, without a search for it. 0 is the empty beginning.
-        self._identity: dict[int, int] = {}
-        self._next_identity = 1
-        self._page_of: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._contents: dict[tuple[int, tuple[int, ...]], _Content] = {}
+        self._content_of: dict[int, _Content] = {}
+        self._next_identity = _BEGINNING + 1
 
     @property
     def free(self) -> int:
@@ -51,18 +65,18 @@ class BlockAllocator:
 
     def is_findable(self, page: int) -> bool:
         """Return whether :meth:`find` may return the page."""
-        return page in self._key_of
+        return page in self._content_of
 
     def find(self, tokens: Sequence[int]) -> list[int]:
         """Return the pages that hold the longest known beginning of ``tokens``, whole pages only; takes none."""
         found: list[int] = []
-        identity = 0
+        identity = _BEGINNING
         for start in range(0, len(tokens) - self.page_tokens + 1, self.page_tokens):
-            page = self._page_of.get((identity, tuple(tokens[start : start + self.page_tokens])))
-            if page is None:
+            content = self._contents.get((identity, tuple(tokens[start : start + self.page_tokens])))
+            if content is None:
                 break
-            found.append(page)
-            identity = self._identity[page]
+            found.append(max(content.pages, key=self.references))
+            identity = content.identity
         return found
 
     def share(self, pages: Iterable[int]) -> None:
@@ -92,22 +106,18 @@ class BlockAllocator:
     def register(self, page: int, previous: int | None, tokens: Sequence[int]) -> None:
         """Make a page findable that now holds ``tokens``, behind the page ``previous`` (None: at the beginning).
 
-        Where the same is already findable in another page, that one stays the one that is found.
-
         Raises:
             ValueError: nobody holds the page, it is not full, or it is registered already.
         """
-        if not self._references[page] or len(tokens) != self.page_tokens or page in self._identity:
+        if not self._references[page] or len(tokens) != self.page_tokens or page in self._content_of:
             raise ValueError(f"page {page} cannot be registered with {len(tokens)} tokens")
-        key = (0 if previous is None else self._identity[previous], tuple(tokens))
-        twin = self._page_of.get(key)
-        if twin is not None:
-            self._identity[page] = self._identity[twin]
-            return
-        self._identity[page] = self._next_identity
-        self._next_identity += 1
-        self._page_of[key] = page
-        self._key_of[page] = key
+        key = (_BEGINNING if previous is None else self._content_of[previous].identity, tuple(tokens))
+        content = self._contents.get(key)
+        if content is None:
+            content = self._contents[key] = _Content(self._next_identity, key, [])
+            self._next_identity += 1
+        content.pages.append(page)
+        self._content_of[page] = content
 
     def release(self, pages: Sequence[int]) -> None:
         """Let go of pages, once each. The last become reusable first, since a beginning is worth more than its end.
@@ -128,7 +138,8 @@ class BlockAllocator:
             self._forget(page)
 
     def _forget(self, page: int) -> None:
-        self._identity.pop(page, None)
-        key = self._key_of.pop(page, None)
-        if key is not None:
-            del self._page_of[key]
+        content = self._content_of.pop(page, None)
+        if content is not None:
+            content.pages.remove(page)
+            if not content.pages:
+                del self._contents[content.key]
