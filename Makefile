@@ -12,7 +12,7 @@ run := $(bin)/mla-convert
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs clean
+.PHONY: help install demo bench test check format docs clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ demo: $(installed)  ## Convert SmolLM2-135M to half its cache, measure it beside
 	$(run) convert builtin:smollm2-135m $(DEMO) --cache 0.5 --calibration builtin:pydoc --calibration-tokens 16384 --overwrite
 	$(run) evaluate $(DEMO) --against builtin:smollm2-135m --text build/demo/unseen.txt --context 512 --max-tokens 8192 --record
 	$(run) generate $(DEMO) --prompt "The Python programming language is" --max-new-tokens 32
+
+bench: $(installed)  ## Measure decoding on this machine (with the whole model, once the demo is made)
+	$(bin)/python benchmarks/decode.py --json build/bench.json $(if $(wildcard $(DEMO)/config.json),--model $(DEMO))
 
 test: $(installed)  ## Run the tests
 	$(bin)/python -m pytest

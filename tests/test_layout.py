@@ -17,7 +17,7 @@ def tracked_files() -> list[Path]:
     listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listing.returncode == 0 and listing.stdout:
         return [path for name in listing.stdout.splitlines() if (path := ROOT / name).is_file()]
-    folders = ("mla_convert", "kernels", "tests", "docs", "examples", "recipes")
+    folders = ("mla_convert", "kernels", "benchmarks", "tests", "docs", "examples", "recipes")
     return [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
 
 

@@ -1,0 +1,1 @@
+"""Measurements of decoding: run ``python benchmarks/decode.py``; README.md says what each one measures."""
