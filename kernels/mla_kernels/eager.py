@@ -1,7 +1,9 @@
 """Absorbed decode in plain torch, for CPUs and devices that the kernel does not support.
 
 It walks each sequence's tokens in chunks that stay in cache, with the running softmax of the kernel: the latent is read
-from memory once, in whatever format it is kept, and never expanded, copied whole or repeated over heads.
+from memory once, in whatever format it is kept, and never expanded, copied whole or repeated over heads. Where the rows
+lie together in the format that they are computed in, the tokens that every query sees are left to torch's fused
+attention, which does the same in one operator.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mla_kernels.fp8 import dequantize_latent
+from mla_kernels.fused import can_fuse, fused_attention, parts_for
 
 # What the caches near a core hold between the two products that read a chunk. On one thread of a server CPU, half and
 # three times as much cost a tenth at 32 heads and 512 channels.
@@ -90,6 +93,21 @@ class _Cache:
         rope = None if self.rope is None else self._rows(self.rope, group, start, stop).to(self.dtype)
         return kv.to(self.dtype), rope
 
+    def in_place(self, group: slice, start: int, stop: int) -> Tensor | None:
+        """A view of rows [b, n, c+r] from ``start`` on: as many before ``stop`` as lie together; None where none do."""
+        if self.rope is not None or self.kv.dtype != self.dtype:
+            return None
+        if self.block_table is None:
+            return self.kv[group, start:stop]
+        page = self.kv.shape[1]
+        if group.stop - group.start != 1 or self.kv.stride(0) != page * self.kv.stride(1):
+            return None
+        first, last = start // page, -(-stop // page)
+        pages = self.block_table[group.start, first:last].tolist()
+        together = next((i for i in range(1, len(pages)) if pages[i] != pages[0] + i), len(pages))
+        rows = self.kv[pages[0] : pages[0] + together].flatten(0, 1)
+        return rows[None, start - first * page : stop - first * page]
+
     def _rows(self, cache: Tensor, group: slice, start: int, stop: int) -> Tensor:
         if self.block_table is None:
             return cache[group, start:stop]
@@ -110,12 +128,18 @@ class _Span:
     causal: bool
     window: int | None
 
-    def chunks(self, size: int) -> Iterator[tuple[int, int]]:
-        """The tokens that some query sees, [start, stop) at a time. Only these are read."""
+    @property
+    def first(self) -> int:
+        """The first token that some query sees. None before it is read."""
         earliest_stop = self.length - self.queries + 1 if self.causal else self.length
-        first = 0 if self.window is None else max(0, earliest_stop - self.window)
-        for start in range(first, self.length, size):
-            yield start, min(start + size, self.length)
+        return 0 if self.window is None else max(0, earliest_stop - self.window)
+
+    @property
+    def shared(self) -> tuple[int, int]:
+        """The tokens [start, stop) that every query sees; start = stop where there are none."""
+        start = 0 if self.window is None else max(0, self.length - self.window)
+        stop = self.length - self.queries + 1 if self.causal else self.length
+        return start, max(start, stop)
 
     @property
     def blind(self) -> bool:
@@ -142,7 +166,17 @@ def _attend(q: Tensor, cache: _Cache, group: slice, span: _Span) -> tuple[Tensor
     """Attention of scaled query rows [b, Sq·H, c+r] over the group's tokens: out [b, Sq·H, c] and LSE [b, Sq·H, 1]."""
     rank = cache.head_dim_v
     state: tuple[Tensor, Tensor, Tensor] | None = None  # maximum, sum of weights, weighted sum of latents
-    for start, stop in span.chunks(cache.chunk):
+    left = [(span.first, span.length)]
+    start, stop = span.shared
+    if start < stop and (rows := cache.in_place(group, start, stop)) is not None and can_fuse(q, rows):
+        parts = parts_for(q.shape[0], rows.shape[1])
+        count = rows.shape[1] // parts * parts
+        out, lse = fused_attention(q, rows[:, :count], rank, parts)
+        left = [(span.first, start), (start + count, span.length)]
+        if all(first == last for first, last in left):
+            return out, lse
+        state = lse, torch.ones_like(lse), out
+    for start, stop in _chunks(left, cache.chunk):
         latent, rope = cache.tokens(group, start, stop)
         scores = _scores(q, latent, rope, rank)
         hidden = span.hidden(start, stop, q.device)
@@ -169,6 +203,13 @@ def _attend(q: Tensor, cache: _Cache, group: slice, span: _Span) -> tuple[Tensor
         seen = weight > 0
         return total / weight.where(seen, 1.0), (top + weight.log()).where(seen, -torch.inf)
     return total / weight, top + weight.log()
+
+
+def _chunks(ranges: list[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
+    """The ranges [start, stop) in order, at most ``size`` tokens at a time."""
+    for first, last in ranges:
+        for start in range(first, last, size):
+            yield start, min(start + size, last)
 
 
 def _scores(q: Tensor, latent: Tensor, rope: Tensor | None, rank: int) -> Tensor:
