@@ -5,7 +5,7 @@ import mla_kernels.eager
 from mla_kernels.eager import eager_decode
 from mla_kernels.fp8 import quantize_latent
 from mla_kernels.reference import reference_decode
-from tests.kernels.cases import decode_case
+from tests.kernels.layouts import decode_case
 
 # float32 sums of a few hundred terms, and the result rounded once to the query's dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -6,7 +6,7 @@ import torch
 from mla_kernels.errors import InvalidInputError
 from mla_kernels.merge import merge_states
 from mla_kernels.reference import reference_decode
-from tests.kernels.cases import decode_case
+from tests.kernels.layouts import decode_case
 
 # float64 sums of a few hundred terms in two orders.
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}

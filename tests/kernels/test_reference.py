@@ -5,7 +5,7 @@ import torch
 
 from mla_kernels.fp8 import dequantize_latent, quantize_latent
 from mla_kernels.reference import reference_decode
-from tests.kernels.cases import decode_case
+from tests.kernels.layouts import decode_case
 
 # Two float64 evaluations of sums of at most a few hundred terms.
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}

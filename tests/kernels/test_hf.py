@@ -1,0 +1,358 @@
+import copy
+import inspect
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import mla_kernels.decode
+import mla_kernels.hf
+from mla_kernels.backends import Backend
+from mla_kernels.errors import InvalidInputError
+from mla_kernels.hf import restore, use_mla_kernels
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "max_position_embeddings": 128,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    # Large enough for attention to prefer some tokens clearly.
+    "initializer_range": 0.2,
+}
+# transformers renamed the argument and the output's field between 5.17 and 5.24.
+CACHE = "cache" if "cache" in inspect.signature(DeepseekV3ForCausalLM.forward).parameters else "past_key_values"
+# float32 logits of order 1 to 10 through two layers, summed in another order.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def tiny_model(family, seed=0, **overrides):
+    config_class, model_class = {
+        "v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+        "v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    }[family]
+    torch.manual_seed(seed)
+    return model_class(config_class(**(SHAPE | {"q_lora_rank": None} | overrides))).eval()
+
+
+@pytest.fixture(params=["v2", "v3"])
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def expansions(monkeypatch):
+    """The token counts of all calls of the stock `expand_kv` so far."""
+    calls = []
+    for attention in mla_kernels.hf._STOCK_EAGER:
+
+        def counted(self, kv_nope, k_rot, stock=attention.expand_kv):
+            calls.append(kv_nope.shape[2])
+            return stock(self, kv_nope, k_rot)
+
+        monkeypatch.setattr(attention, "expand_kv", counted)
+    return calls
+
+
+def random_ids(batch, length, seed=1):
+    return torch.randint(1, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def step_logits(model, ids, steps, mask=None, **kwargs):
+    """Logits of a prompt and then of chunks of the given sizes, through the model's own cache."""
+    logits, cache, start = [], kwargs.pop(CACHE, None), 0
+    for count in steps:
+        if mask is not None:
+            kwargs["attention_mask"] = mask[:, : start + count]
+        output = model(ids[:, start : start + count], use_cache=True, **{CACHE: cache}, **kwargs)
+        logits.append(output.logits)
+        cache, start = output[CACHE], start + count
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("q_lora_rank", [None, 24])
+def test_decode_steps_give_the_stock_logits_without_expanding(family, implementation, q_lora_rank, expansions):
+    model = tiny_model(family, q_lora_rank=q_lora_rank)
+    model.set_attn_implementation(implementation)
+    ids, steps = random_ids(2, 17), [10, 1, 1, 4, 1]
+    expected = step_logits(model, ids, steps)
+    assert expansions == [10, 10, 11, 11, 12, 12, 16, 16, 17, 17]
+    expansions.clear()
+    use_mla_kernels(model)
+    torch.testing.assert_close(step_logits(model, ids, steps), expected, **CLOSE)
+    assert expansions == [10, 10]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_left_padded_batches(family, implementation, expansions):
+    model = tiny_model(family)
+    model.set_attn_implementation(implementation)
+    ids = random_ids(3, 14)
+    mask = torch.ones_like(ids)
+    mask[0, :6] = mask[1, :1] = 0
+    ids[mask == 0] = 0
+    expected = step_logits(model, ids, [10, 1, 2, 1], mask)
+    use_mla_kernels(model)
+    expansions.clear()
+    logits = step_logits(model, ids, [10, 1, 2, 1], mask)
+    assert expansions == [10, 10]
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **CLOSE)
+
+
+def test_generate_writes_the_same(family, expansions):
+    model = tiny_model(family)
+    ids = random_ids(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    ids[0, :4] = 0
+    settings = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(ids, **settings)
+    use_mla_kernels(model)
+    expansions.clear()
+    assert torch.equal(model.generate(ids, **settings), expected)
+    assert expansions == [9, 9]
+    beams = model.generate(ids, num_beams=2, **settings)
+    restore(model)
+    assert torch.equal(beams, model.generate(ids, num_beams=2, **settings))
+
+
+def test_a_static_cache(family, expansions):
+    """Its unused slots are masked, and a prompt's keys reach beyond the prompt."""
+    model = tiny_model(family)
+    ids, steps = random_ids(2, 12), [9, 1, 2]
+
+    def static():
+        return {CACHE: transformers.StaticCache(config=model.config, max_cache_len=20)}
+
+    expected = step_logits(model, ids, steps, **static())
+    use_mla_kernels(model)
+    expansions.clear()
+    torch.testing.assert_close(step_logits(model, ids, steps, **static()), expected, **CLOSE)
+    assert expansions == [20, 20]
+
+
+def test_attention_weights_are_returned_where_stock_returns_them(family):
+    model = tiny_model(family)
+    model.set_attn_implementation("eager")
+    ids = random_ids(2, 8)
+
+    @torch.no_grad()
+    def attentions():
+        prompt = model(ids[:, :7], use_cache=True)
+        return model(ids[:, 7:], use_cache=True, output_attentions=True, **{CACHE: prompt[CACHE]}).attentions
+
+    expected = attentions()
+    use_mla_kernels(model)
+    weights = attentions()
+    assert len(weights) == 2
+    for mine, stock in zip(weights, expected, strict=True):
+        assert mine.shape == (2, 3, 1, 8)
+        torch.testing.assert_close(mine, stock, **CLOSE)
+
+
+def test_without_a_cache_nothing_changes(family, expansions):
+    model = tiny_model(family)
+    ids = random_ids(2, 8)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        use_mla_kernels(model)
+        expansions.clear()
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+    assert expansions == [8, 8]
+
+
+def test_restore_leaves_no_trace(family, expansions):
+    model = tiny_model(family)
+    before = [dict(layer.self_attn.__dict__) for layer in model.model.layers]
+    ids = random_ids(1, 6)
+    expected = step_logits(model, ids, [5, 1])
+    use_mla_kernels(model)
+    restore(model)
+    restore(model)
+    for layer, attributes in zip(model.model.layers, before, strict=True):
+        assert layer.self_attn.__dict__ == attributes
+        assert layer.self_attn.config is model.config
+    expansions.clear()
+    assert torch.equal(step_logits(model, ids, [5, 1]), expected)
+    assert expansions == [5, 5, 6, 6]
+
+
+def test_a_second_call_changes_nothing(family):
+    model = tiny_model(family)
+    use_mla_kernels(model)
+    before = [dict(layer.self_attn.__dict__) for layer in model.model.layers]
+    use_mla_kernels(model)
+    assert [layer.self_attn.__dict__ for layer in model.model.layers] == before
+    restore(model)
+    assert all(layer.self_attn.config is model.config for layer in model.model.layers)
+
+
+def test_other_models_and_the_configuration_are_untouched(family, expansions):
+    model = tiny_model(family)
+    sibling = type(model)(model.config).eval()
+    settings = model.config.to_dict()
+    use_mla_kernels(model)
+    assert model.config.to_dict() == settings
+    assert model.config._attn_implementation == sibling.config._attn_implementation != "mla_kernels"
+    expansions.clear()
+    step_logits(sibling, random_ids(1, 6), [5, 1])
+    assert expansions == [5, 5, 6, 6]
+
+
+def test_the_implementation_can_be_changed_afterwards(family):
+    model = tiny_model(family)
+    ids, steps = random_ids(2, 8), [6, 1, 1]
+    expected = step_logits(model, ids, steps)
+    use_mla_kernels(model)
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        torch.testing.assert_close(step_logits(model, ids, steps), expected, **CLOSE)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(InvalidInputError, match="flash_attention_2"):
+        step_logits(model, ids, steps)
+
+
+def test_a_copy_is_switched_for_itself(family, expansions):
+    model = tiny_model(family)
+    use_mla_kernels(model)
+    twin = copy.deepcopy(model)
+    assert twin.model.layers[0].self_attn.mla_kernels_stock.config is twin.config
+    restore(model)
+    expansions.clear()
+    step_logits(twin, random_ids(1, 6), [5, 1])
+    assert expansions == [5, 5]
+
+
+def test_saving_writes_the_stock_model(family, tmp_path):
+    model = tiny_model(family)
+    ids = random_ids(1, 6)
+    expected = step_logits(model, ids, [5, 1])
+    use_mla_kernels(model)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    torch.testing.assert_close(step_logits(again, ids, [5, 1]), expected, **CLOSE)
+
+
+def test_gradients_of_a_decode_step(family):
+    model = tiny_model(family)
+    ids = random_ids(1, 6)
+    with torch.no_grad():
+        prompt = model(ids[:, :5], use_cache=True)
+
+    def gradient():
+        model.zero_grad()
+        cache = copy.deepcopy(prompt[CACHE])
+        model(ids[:, 5:], use_cache=True, **{CACHE: cache}).logits.square().sum().backward()
+        return model.model.layers[0].self_attn.kv_b_proj.weight.grad.clone()
+
+    expected = gradient()
+    use_mla_kernels(model)
+    mine = gradient()
+    assert expected.any()
+    # Relative to the largest entry, since single ones cancel.
+    assert (mine - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_projection_that_was_wrapped_later_is_called(family, expansions):
+    """Its weight alone would miss what the wrapper adds."""
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, x):
+            return 1.5 * self.base(x)
+
+    model = tiny_model(family)
+    use_mla_kernels(model)
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = Adapted(layer.self_attn.kv_b_proj)
+    ids = random_ids(1, 6)
+    expansions.clear()
+    logits = step_logits(model, ids, [5, 1])
+    assert expansions == [5, 5, 6, 6]
+    restore(model)
+    assert torch.equal(step_logits(model, ids, [5, 1]), logits)
+
+
+def test_a_16_bit_model_is_as_close_to_its_float32_self_as_stock_is(family):
+    """Absorbed and expanded round in different places, so only their distances from the exact logits compare."""
+    model = tiny_model(family, first_k_dense_replace=2).bfloat16()
+    ids, steps = random_ids(8, 12), [8, 1, 2, 1]
+    exact = step_logits(copy.deepcopy(model).float(), ids, steps)
+    stock = step_logits(model, ids, steps)
+    use_mla_kernels(model)
+    absorbed = step_logits(model, ids, steps)
+    assert absorbed.dtype == torch.bfloat16
+    # Both are norms over 8 x 4 x 64 rounding errors; a quarter more would be a systematic loss.
+    assert (absorbed - exact)[:, 8:].norm() <= 1.25 * (stock - exact)[:, 8:].norm()
+
+
+def test_on_a_gpu_unmasked_steps_go_through_the_kernel(family, monkeypatch):
+    """The real kernel, interpreted where there is no GPU; only the choice is forced."""
+    model = tiny_model(family)
+    ids, steps = random_ids(2, 12), [9, 1, 1, 1]
+    expected = step_logits(model, ids, steps)
+    use_mla_kernels(model)
+    calls = []
+
+    def recorded(*args, **kwargs):
+        calls.append(args[0].shape)
+        return mla_kernels.decode.mla_decode(*args, **kwargs)
+
+    monkeypatch.setattr(mla_kernels.hf, "choose_backend", lambda *_: Backend("triton", "forced"))
+    monkeypatch.setattr(mla_kernels.hf, "mla_decode", recorded)
+    torch.testing.assert_close(step_logits(model, ids, steps), expected, **CLOSE)
+    assert calls == [(2, 1, 3, 48)] * 6
+
+
+def test_other_models_are_refused():
+    llama = LlamaForCausalLM(
+        LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
+    with pytest.raises(InvalidInputError, match="LlamaForCausalLM"):
+        use_mla_kernels(llama)
+    restore(llama)
+
+
+def test_other_attention_implementations_are_refused(family):
+    model = tiny_model(family)
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(InvalidInputError, match="set_attn_implementation"):
+        use_mla_kernels(model)
+    assert model.model.layers[0].self_attn.config is model.config
+
+
+def test_quantised_projections_are_refused(family):
+    """And nothing is switched by half."""
+    model = tiny_model(family)
+    last = model.model.layers[-1].self_attn
+    last.kv_b_proj.weight = torch.nn.Parameter(last.kv_b_proj.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(InvalidInputError, match="kv_b_proj of layer 1"):
+        use_mla_kernels(model)
+    assert model.model.layers[0].self_attn.config is model.config
