@@ -15,9 +15,10 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
     # The interpreter multiplies bfloat16 bit patterns as integers, so everything is widened there.
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    if a.dtype == tl.float32:
+    elif a.dtype == tl.float32:
         return tl.dot(a, b, acc, input_precision="ieee")
-    return tl.dot(a, b, acc)
+    else:
+        return tl.dot(a, b, acc)
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def _decode_codes(codes, DTYPE: tl.constexpr, PTX: tl.constexpr):
     the difference of the exponents' biases. PTX does four codes at a time. It is marked impure so that the compiler
     does not decode again for each of the tile's two uses, which would keep the codes out of the software pipeline.
     """
-    if PTX and tl.bfloat16 == DTYPE:
+    if PTX and DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """
             {
@@ -71,7 +72,7 @@ def _decode_codes(codes, DTYPE: tl.constexpr, PTX: tl.constexpr):
             is_pure=False,
             pack=4,
         )
-    if PTX and tl.float16 == DTYPE:
+    elif PTX and DTYPE == tl.float16:
         return tl.inline_asm_elementwise(
             """
             {
@@ -94,15 +95,16 @@ def _decode_codes(codes, DTYPE: tl.constexpr, PTX: tl.constexpr):
             is_pure=False,
             pack=4,
         )
-    if tl.float16 == DTYPE:
+    elif DTYPE == tl.float16:
         bits = codes.to(tl.uint16)
         return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    if tl.bfloat16 == DTYPE:
+    elif DTYPE == tl.bfloat16:
         bits = codes.to(tl.uint16)
         small = (((bits & 0x80) << 8) | ((bits & 0x7F) << 4)).to(tl.bfloat16, bitcast=True)
         return small * tl.full([1, 1], 1.329227995784916e36, tl.bfloat16)
-    bits = codes.to(tl.uint32)
-    return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    else:
+        bits = codes.to(tl.uint32)
+        return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @triton.jit
@@ -110,7 +112,8 @@ def _score(q, k, scale, acc, FP8: tl.constexpr, UPCAST: tl.constexpr):
     """Return acc + q kᵀ; fp8 latents are scaled a token at a time, after the product."""
     if FP8:
         return acc + _dot(q, tl.trans(k), tl.zeros_like(acc), UPCAST) * scale[None, :]
-    return _dot(q, tl.trans(k), acc, UPCAST)
+    else:
+        return _dot(q, tl.trans(k), acc, UPCAST)
 
 
 @triton.jit
@@ -271,7 +274,7 @@ def decode_kernel(
         scale3 = 1.0
         if FP8:
             scales = SCALES + holder * stride_sp + within * stride_st
-            factor: tl.constexpr = 256.0 if tl.float16 == TILE_DTYPE else 1.0
+            factor: tl.constexpr = 256.0 if TILE_DTYPE == tl.float16 else 1.0
             scale0 = tl.load(scales, mask=valid, other=0.0) * factor
             k0 = _decode_codes(k0, TILE_DTYPE, PTX)
             if C1 > 0:

@@ -41,7 +41,8 @@ def triton_decode(
     rank, rope_dim = inputs.latent.shape[-1], inputs.rope.shape[-1]
     rows = queries * heads
     fp8 = inputs.scales is not None
-    itemsize = inputs.q.itemsize
+    # Interpreted, every dtype is multiplied as float32, and large tiles are fast.
+    itemsize = 2 if interpreting() else inputs.q.itemsize
     tile = choose_tile(device, rows, rank, rope_dim, itemsize=itemsize, fp8=fp8)
     row_blocks = triton.cdiv(rows, tile.block_m)
     if num_splits is None:

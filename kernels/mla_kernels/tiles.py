@@ -110,7 +110,7 @@ FP32_TILE = Tile(16, 16, 4, 2)
 
 
 def choose_tile(device: Device, rows: int, rank: int, rope_dim: int, *, itemsize: int = 2, fp8: bool = False) -> Tile:
-    """Return the tile for ``rows`` query rows (s_q x H), with as many pipeline stages as fit the device.
+    """Return the tile for ``rows`` query rows (s_q x H), cut down to what fits the device.
 
     ``itemsize`` is that of the query: 2, or 4 for float32.
 
@@ -135,6 +135,8 @@ def choose_tile(device: Device, rows: int, rank: int, rope_dim: int, *, itemsize
             tile = replace(tile, num_stages=tile.num_stages - 1)
         elif tile.block_n > 16:
             tile = replace(tile, block_n=tile.block_n // 2)
+        elif tile.block_m > 16:
+            tile = replace(tile, block_m=tile.block_m // 2)
         else:
             raise UnsupportedShapeError(
                 f"a latent of rank {rank} with {rope_dim} RoPE dims needs more shared memory than {device.arch} has",

@@ -92,6 +92,7 @@ def _source(build: Build, kernel: Any) -> Any:
         "LATENT": "*u8" if build.fp8 else element,
         "ROPE": "*bf16" if build.fp8 else element,
         "SCALES": "*fp32",
+        "VALUES": element,
         "TABLE": "*i32",
         "LENGTHS": "*i32",
         "OUT": "*fp32",
