@@ -31,11 +31,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's compil
 ROWS = (16, 32, 64)
 
 
-def table_builds(ranks: tuple[int, ...]) -> list[Build]:
-    """Return every different entry of the table for these ranks, each with the RoPE size of DeepSeek's models."""
+def table_builds(archs: Iterable[int | str], ranks: tuple[int, ...]) -> list[Build]:
+    """Return every different entry of the table for these, each with the RoPE size of DeepSeek's models."""
     builds = [
         Build(arch, choose_tile(DEVICES[arch], rows, rank, 64), rank)
-        for arch in TABLE
+        for arch in archs
         for rank in ranks
         for rows in ROWS
     ]
