@@ -12,10 +12,10 @@ run := $(bin)/mla-convert
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench test check format docs clean
+.PHONY: help install demo bench test test-slow check format docs clean
 
 help:  ## Show the targets
-	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
 install: $(installed)  ## Install into .venv, once for each change of pyproject.toml or constraints.txt
 
@@ -39,6 +39,9 @@ bench: $(installed)  ## Measure decoding on this machine (with the whole model, 
 
 test: $(installed)  ## Run the tests
 	$(bin)/python -m pytest
+
+test-slow: $(installed)  ## Run the tests that `test` leaves out: minutes, gigabytes
+	$(bin)/python -m pytest -m slow
 
 check: $(installed)  ## Formatting, lint, types, import contracts, generated documentation
 	$(bin)/ruff format --check .
