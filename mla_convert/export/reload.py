@@ -27,7 +27,7 @@ _REMEDY = "file an issue with the conversion.json of the folder, and convert wit
 # Run by a fresh interpreter: shows that the folder needs nothing of this package.
 _FRESH = """
 import json, sys
-sys.modules["mla_convert"] = None
+sys.modules["mla_convert"] = sys.modules["mla_kernels"] = None
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
