@@ -1,7 +1,8 @@
-"""``mla-convert generate``: continue a prompt."""
+"""``mla-convert generate``: continue prompts."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,7 @@ import typer
 from mla_convert.cli._options import Dtype, JsonOption, QuietOption, RevisionOption, TokenOption, VerboseOption
 
 Mode = Literal["auto", "absorbed", "expanded"]
+Backend = Literal["auto", "triton", "torch"]
 
 
 def generate(
@@ -21,7 +23,19 @@ def generate(
             show_default=False,
         ),
     ],
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to continue.", show_default=False)],
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="What to continue; repeat it for several prompts.", show_default=False),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A UTF-8 file of prompts, one a line; in a .jsonl file a JSON string, or an object with a prompt, a "
+            "line.",
+            show_default=False,
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Stop after this many tokens.")] = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     temperature: Annotated[
@@ -36,71 +50,123 @@ def generate(
         Mode,
         typer.Option(help="How a converted model attends: auto is absorbed for decoding, expanded for the prompt."),
     ] = "auto",
+    backend: Annotated[
+        Backend,
+        typer.Option(help="What decodes a converted model: auto is the Triton kernel where a GPU has it, else torch."),
+    ] = "auto",
+    cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        typer.Option(help="What a converted model's cache holds: auto is --dtype; fp8 is 8-bit latents with scales."),
+    ] = "auto",
+    batch_size: Annotated[
+        int, typer.Option(metavar="N", min=1, help="A converted model decodes up to this many prompts at once.")
+    ] = 64,
     dtype: Annotated[Dtype, typer.Option(help="Compute in this dtype.")] = "float32",
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Compute there: cpu, cuda or cuda:N.")] = "cpu",
     revision: RevisionOption = None,
     token: TokenOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Continue a prompt.
+    """Continue prompts.
 
-    A converted model uses its latent cache, and the matrices of `mla-convert absorb` where they are there."""
+    A converted model uses its latent cache, and the matrices of `mla-convert absorb` where they are there. It decodes
+    several prompts together, and stores and computes once what they begin with in common."""
     from mla_convert.cli._console import screen
 
     with screen(as_json=json, quiet=quiet, verbose=verbose) as out:
         import torch
 
-        from mla_convert.decode import generate as continue_prompt
+        from mla_convert.decode import generate_batch, read_prompts
+        from mla_convert.errors import UsageError
         from mla_convert.evaluate import load_for_evaluation
+        from mla_kernels import KernelError
 
+        texts = [*(prompt or []), *(read_prompts(prompts) if prompts else [])]
+        if not texts:
+            raise UsageError("there is no prompt", "give --prompt TEXT, or --prompts FILE")
+        _check_device(device)
         out.silence_loading()
-        loaded, tokenizer = load_for_evaluation(model, getattr(torch, dtype), revision=revision, token=token)
-        absorbed = _prepare(loaded, Path(model), mode)
-        if not json:
-            out.write(prompt)
-        answer = continue_prompt(
-            loaded,
-            tokenizer,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            chat=chat,
-            stream=None if json else out.write,
+        loaded, tokenizer = load_for_evaluation(
+            model, getattr(torch, dtype), revision=revision, token=token, device=device
         )
+        absorbed = _prepare(loaded, Path(model), mode, backend)
+        alone = len(texts) == 1
+        if alone and not json:
+            out.write(texts[0])
+        try:
+            answer = generate_batch(
+                loaded,
+                tokenizer,
+                texts,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                chat=chat,
+                batch_size=batch_size,
+                cache_dtype=cache_dtype,
+                stream=out.write if alone and not json else None,
+            )
+        except KernelError as error:
+            raise UsageError(error.what, error.remedy) from error
+        if not alone:
+            out.write("\n\n".join(text + one.text for text, one in zip(texts, answer.generations, strict=True)))
         out.line()
+        results = [{"prompt": text, **asdict(one)} for text, one in zip(texts, answer.generations, strict=True)]
         out.result(
             {
                 "model": model,
-                "prompt": prompt,
-                "text": answer.text,
-                "token_ids": list(answer.token_ids),
-                "prompt_tokens": answer.prompt_tokens,
+                **(results[0] if alone else {}),
+                "results": results,
                 "tokens_per_second": answer.tokens_per_second,
                 "mode": mode,
                 "absorbed_matrices": absorbed,
+                "decode_backend": loaded.decode_backend._asdict() if hasattr(loaded, "decode_backend") else None,
+                "cache": None if answer.cache is None else asdict(answer.cache),
                 "dtype": dtype,
+                "device": device,
             }
         )
 
 
-def _prepare(model: Any, folder: Path, mode: Mode) -> bool:
+def _check_device(device: str) -> None:
+    """Raise UsageError for a device that is none, or that is not there."""
+    import torch
+
+    from mla_convert.errors import UsageError
+
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"--device {device} is no device", "give cpu, cuda or cuda:N") from error
+    if place.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device} is not supported", "give cpu, cuda or cuda:N")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"--device {device} is not there: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs",
+            "leave --device out, or install a torch with CUDA",
+        )
+
+
+def _prepare(model: Any, folder: Path, mode: Mode, backend: Backend) -> bool:
     """Set how a converted model attends and attach its absorbed matrices; return whether there were any.
 
     Raises:
-        UsageError: a mode is asked of a model that was not converted to the native format.
+        UsageError: a mode or a backend is asked of a model that was not converted to the native format.
     """
     from mla_convert.decode import attach_absorbed
     from mla_convert.errors import UsageError
 
     if not hasattr(model, "set_attention_mode"):
-        if mode == "auto":
-            return False
-        raise UsageError(
-            f"--mode {mode} needs a model of the native format, and {folder} is none",
-            "leave --mode out, or convert with --format native",
-        )
+        for option, value in (("--mode", mode), ("--backend", backend)):
+            if value != "auto":
+                raise UsageError(
+                    f"{option} {value} needs a model of the native format, and {folder} is none",
+                    f"leave {option} out, or convert with --format native",
+                )
+        return False
     model.set_attention_mode(mode)
+    model.set_decode_backend(backend)
     return attach_absorbed(model, folder)
