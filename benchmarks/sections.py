@@ -27,6 +27,7 @@ MODEL_CONTEXTS = (512, 2048, 8192)
 # The share of the time left that correctness may take, and the seconds after which a hanging first section is given up.
 CHECKS_SHARE = 0.45
 CEILINGS_SECONDS = 60.0
+MAX_CHECKERS = 14
 
 
 class Report:
@@ -50,7 +51,12 @@ class Report:
         """Run one section; an exception becomes an entry of ``errors``. ``end`` is on time.monotonic()'s clock."""
         started = time.monotonic()
         try:
-            {"layers": self._layers, "model": self._model}.get(name, self._in_children)(name, options, end)
+            if name == "layers":
+                self._layers(options)
+            elif name == "model":
+                self._model(options)
+            else:
+                self._in_children(name, options, end)
         except Exception:
             self._error(name, traceback.format_exc())
         self.content["seconds"][name] = round(time.monotonic() - started, 1)
@@ -64,7 +70,7 @@ class Report:
     def _error(self, section: str, text: str) -> None:
         self.content["errors"].append({"section": section, "error": text})
 
-    def _layers(self, name: str, options: Namespace, end: float) -> None:
+    def _layers(self, options: Namespace) -> None:
         import torch
 
         from benchmarks.cpu_decode import bars, measure_layers
@@ -77,7 +83,7 @@ class Report:
                 self.write()
         self.content["bars"] = bars(self.content["layers"])
 
-    def _model(self, name: str, options: Namespace, end: float) -> None:
+    def _model(self, options: Namespace) -> None:
         import torch
 
         from benchmarks.model_decode import load_models, measure_models
@@ -96,43 +102,51 @@ class Report:
         if left < 5:
             raise TimeoutError(f"no time was left for the section `{name}`")
         if name == "ceilings":
-            results = self._children(
-                name, options, parts=1, at_once=1, end=time.monotonic() + min(left, CEILINGS_SECONDS)
-            )
-            self.content["ceilings"] = results[0] if results else None
+            for results in self._children(name, options, end=end - max(0.0, left - CEILINGS_SECONDS)):
+                self.content["ceilings"] = results[0] if results else None
         elif name == "checks":
-            parts = 1 if options.quick else max(1, min(14, (os.cpu_count() or 2) - 2))
-            end = time.monotonic() + left * CHECKS_SHARE
-            self.content["checks"] = self._children(name, options, parts=parts, at_once=parts, end=end)
+            self._checks(options, end - left * (1 - CHECKS_SHARE))
         else:
-            from benchmarks.floors import add_floors
-            from benchmarks.shapes import GPU_SHAPES
+            self._shapes(options, end)
 
-            parts = 1 if options.quick else len(GPU_SHAPES)
-            results = self._children(name, options, parts=parts, at_once=1, end=end)
-            self.content["shapes"] = add_floors(results, self.content["ceilings"])
+    def _checks(self, options: Namespace, end: float) -> None:
+        parts = 1 if options.quick else max(1, min(MAX_CHECKERS, (os.cpu_count() or 2) - 2))
+        checks = self.content["checks"]
+        for results in self._children("checks", options, parts=parts, at_once=parts, end=end):
+            checks += results
+            self.write()
+        if failed := sum(not check["passed"] for check in checks):
+            self._error("checks", f"{failed} of {len(checks)} failed")
 
-    def _children(self, name: str, options: Namespace, *, parts: int, at_once: int, end: float) -> list[dict[str, Any]]:
-        """Run a section's parts, ``at_once`` of them together, until ``end``; return the results of all."""
-        results: list[dict[str, Any]] = []
+    def _shapes(self, options: Namespace, end: float) -> None:
+        from benchmarks.floors import add_floors
+        from benchmarks.shapes import GPU_SHAPES
+
+        found: list[dict[str, Any]] = []
+        for results in self._children("shapes", options, parts=1 if options.quick else len(GPU_SHAPES), end=end):
+            found += results
+            self.content["shapes"] = add_floors(found, self.content["ceilings"])
+            self.write()
+        for result in self.content["shapes"]:
+            if "error" in result:
+                self._error("shapes", f"{result['shape']}, {result['batch']} x {result['tokens']}: {result['error']}")
+
+    def _children(
+        self, name: str, options: Namespace, *, end: float, parts: int = 1, at_once: int = 1
+    ) -> Iterator[list[dict[str, Any]]]:
+        """Run a section's parts, ``at_once`` of them together, until ``end``; yield the results of each."""
         with tempfile.TemporaryDirectory() as folder:
             for first in range(0, parts, at_once):
                 waves_left = -(-(parts - first) // at_once)
                 wave_end = time.monotonic() + (end - time.monotonic()) / waves_left
-                wave = range(first, min(first + at_once, parts))
-                files = [Path(folder) / f"{part}.json" for part in wave]
-                running = [
-                    _start(name, part, parts, options, file, wave_end) for part, file in zip(wave, files, strict=True)
-                ]
-                for part, process, file in zip(wave, running, files, strict=True):
+                wave = [(part, Path(folder) / f"{part}.json") for part in range(first, min(first + at_once, parts))]
+                running = [_start(name, part, parts, options, file, wave_end) for part, file in wave]
+                for (part, file), process in zip(wave, running, strict=True):
                     ending = _wait(process, wave_end)
                     found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-                    results += found.get("results", [])
-                    for error in found.get("errors", []):
+                    for error in [*found.get("errors", []), *([ending] if ending else [])]:
                         self._error(f"{name}, part {part}", error)
-                    if ending:
-                        self._error(f"{name}, part {part}", ending)
-        return results
+                    yield found.get("results", [])
 
 
 def suitable(options: Namespace) -> list[str]:
