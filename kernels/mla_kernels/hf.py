@@ -224,10 +224,10 @@ def _decode_masked(
     scores = torch.bmm(rows[..., :rank], c_kv.transpose(1, 2)) + torch.bmm(rows[..., rank:], k_rope.transpose(1, 2))
     scores = scores.view(batch, heads, queries, tokens) * scaling
     if attention_mask is not None:
-        mask = attention_mask[..., :tokens]
         # Not −inf: a padding query sees nothing, and its result must stay a number.
         hidden = torch.finfo(scores.dtype).min
-        scores = scores.masked_fill(~mask, hidden) if mask.dtype == torch.bool else scores + mask
+        is_boolean = attention_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attention_mask, hidden) if is_boolean else scores + attention_mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
     mixed = torch.bmm(weights.view(batch, heads * queries, tokens), c_kv)
     return mixed.view(batch, heads, queries, rank).transpose(1, 2), weights

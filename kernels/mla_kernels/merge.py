@@ -31,13 +31,12 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     shift = top.masked_fill(top == -torch.inf, 0.0)
     weights = torch.exp(stacked - shift)
     weight_sum = weights.sum(dim=0)
-    seen = weight_sum > 0
-    shares = weights / weight_sum.where(seen, 1.0)
+    shares = weights / weight_sum.where(weight_sum > 0, 1.0)
     merged = torch.zeros_like(outs[0], dtype=dtype)
     for out, lse, share in zip(outs, stacked, shares, strict=True):
         unseen = (lse == -torch.inf).transpose(1, 2)[..., None]
         merged = merged + share.transpose(1, 2)[..., None] * out.to(dtype).masked_fill(unseen, 0.0)
-    return merged.to(outs[0].dtype), (shift + weight_sum.log()).where(seen, -torch.inf)
+    return merged.to(outs[0].dtype), shift + weight_sum.log()
 
 
 def _check_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:

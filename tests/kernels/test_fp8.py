@@ -153,6 +153,8 @@ def test_what_is_not_finite_is_read_back_as_nan(bad):
     rows[1, 130] = bad
     packed = quantize_latent(rows, 256)
     assert ((packed[:, :256] & 0x7F) != 0x7F).all(), "a NaN code is left"
+    scales = packed[:, 256:264].contiguous().view(torch.float32)
+    assert scales.isnan().tolist() == [[False, False], [False, True], [False, False]]
     back = dequantize_latent(packed, 256, 16)
     assert back[1, 128:256].isnan().all()
     assert back[1, :128].isfinite().all()
