@@ -25,10 +25,9 @@ for place in (ROOT, ROOT / "kernels"):
     if str(place) not in sys.path:
         sys.path.insert(0, str(place))
 
-from mla_kernels import dequantize_latent, quantize_latent  # noqa: E402
-
 from mla_convert.calibrate.text import read_text, windows  # noqa: E402
 from mla_convert.evaluate import load_for_evaluation  # noqa: E402
+from mla_kernels import dequantize_latent, quantize_latent  # noqa: E402
 
 # Store = Callable[[rows [T, C+R], rank], rows as they are read back]
 Store = Callable[[Tensor, int], Tensor]
