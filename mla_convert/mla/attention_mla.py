@@ -211,11 +211,14 @@ class MLAAttention(nn.Module):
 
     def _attend_absorbed(self, q_nope, q_rope, c_kv, k_rope, attention_mask):
         """Scores q_latent·c + q_rope·k_rope with q_latent = W_UK^T q_nope; the up-projections never touch the cache."""
-        scores = torch.matmul(self._latent_query(q_nope), c_kv.transpose(2, 3))
-        scores = scores + torch.matmul(q_rope, k_rope.transpose(2, 3))
-        scores = mask_scores(scores * self.scaling, attention_mask)
+        batch, heads, queries, _ = q_nope.shape
+        # All heads read the same latents: one product with heads · queries rows reads them once.
+        scores = torch.matmul(self._latent_query(q_nope).flatten(1, 2), c_kv[:, 0].transpose(1, 2))
+        scores = scores + torch.matmul(q_rope.flatten(1, 2), k_rope[:, 0].transpose(1, 2))
+        scores = mask_scores(scores.unflatten(1, (heads, queries)) * self.scaling, attention_mask)
         weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(q_nope.dtype)
-        return self._project_latents(torch.matmul(weights, c_kv)), weights
+        u_BHSC = torch.matmul(weights.flatten(1, 2), c_kv[:, 0]).view(batch, heads, queries, -1)
+        return self._project_latents(u_BHSC), weights
 
     def _kernel_can(self, q_nope, c_kv, k_rope, attention_mask) -> bool:
         """Whether the kernel, which is causal, knows no mask and has no gradients, may take this call."""
