@@ -52,10 +52,12 @@ def eager_decode(
     if len(set(lengths)) <= 1:
         groups = [(slice(0, batch), max(lengths, default=0))]
     outs, lses = [], []
-    for group, length in groups:
-        out, lse = _attend(rows[group], cache, group, _Span(queries, heads, length, causal, window))
-        outs.append(out)
-        lses.append(lse)
+    # Precision is settled here: autocast would take the products back to 16 bits.
+    with torch.autocast(q.device.type, enabled=False):
+        for group, length in groups:
+            out, lse = _attend(rows[group], cache, group, _Span(queries, heads, length, causal, window))
+            outs.append(out)
+            lses.append(lse)
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
     lse = torch.cat(lses) if len(lses) > 1 else lses[0]
     return (

@@ -34,6 +34,8 @@ _STOCK_EAGER = {
 }
 # Their masks are None or [B, 1, S, T]. Others pass masks of their own kinds, or read the layer's configuration.
 _STOCK_IMPLEMENTATIONS = ("eager", "sdpa")
+# Of 8-bit floating-point weights the scales are kept elsewhere.
+_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def use_mla_kernels(model: nn.Module) -> None:
@@ -41,7 +43,7 @@ def use_mla_kernels(model: nn.Module) -> None:
 
     A step over cached tokens attends in the latent space where that takes fewer multiplications than expanding the
     cache: through `mla_decode` on a GPU that it supports, where no mask is needed, and through torch otherwise. A
-    prefill, dropout, and a layer whose `kv_b_proj` has since been quantised, offloaded or wrapped take the stock path.
+    prefill, dropout, autocast, and a layer whose `kv_b_proj` is offloaded or was wrapped since take the stock path.
     The model's attention implementation stays what it was and may still be changed between "sdpa" and "eager"; with
     "eager" the attention weights are returned as before. Caches hold what they held. `restore` undoes it.
 
@@ -117,7 +119,7 @@ def _check_implementation(name: str) -> None:
 
 
 def _is_plain(projection: nn.Module) -> bool:
-    return isinstance(projection, nn.Linear) and projection.bias is None and projection.weight.is_floating_point()
+    return isinstance(projection, nn.Linear) and projection.bias is None and projection.weight.dtype in _WEIGHT_DTYPES
 
 
 def _switch(layer: Any, copies: dict[int, Any]) -> None:
@@ -156,20 +158,20 @@ def _attend(
     """
     stock = layer.mla_kernels_stock
     _check_implementation(stock.implementation)
-    if dropout == 0.0 and _is_absorbed(layer, query, c_kv, k_rope, attention_mask):
+    if dropout == 0.0 and _is_absorbed(layer, query, c_kv.shape[2], attention_mask):
         return _attend_absorbed(layer, query, c_kv, k_rope, attention_mask, scaling, stock.implementation == "eager")
     key, value = type(layer).expand_kv(layer, c_kv, k_rope)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(stock.implementation, _STOCK_EAGER[type(layer)])
     return attend(layer, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
 
 
-def _is_absorbed(layer: Any, query: Tensor, c_kv: Tensor, k_rope: Tensor, attention_mask: Tensor | None) -> bool:
+def _is_absorbed(layer: Any, query: Tensor, tokens: int, attention_mask: Tensor | None) -> bool:
     """Whether this step is done in the latent space.
 
     A head and cached token take S·(2C + R) multiplications there and C·(N + V) + S·(N + R + V) expanded. Without a mask
     several queries are a prompt's, which no cached token precedes.
     """
-    heads, queries, tokens = query.shape[1], query.shape[2], c_kv.shape[2]
+    queries = query.shape[2]
     rank, head_dims = layer.kv_lora_rank, layer.qk_nope_head_dim + layer.v_head_dim
     projection = layer.kv_b_proj
     return (
@@ -177,9 +179,8 @@ def _is_absorbed(layer: Any, query: Tensor, c_kv: Tensor, k_rope: Tensor, attent
         and (queries == 1 or attention_mask is not None)
         and queries * (2 * rank - head_dims) < rank * head_dims
         and _is_plain(projection)
-        and projection.weight.shape == (heads * head_dims, rank)
         and projection.weight.device == query.device
-        and projection.weight.dtype == query.dtype == c_kv.dtype == k_rope.dtype
+        and not torch.is_autocast_enabled(query.device.type)
     )
 
 

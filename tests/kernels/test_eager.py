@@ -86,6 +86,16 @@ def test_16_bit_caches_are_summed_in_float32(dtype):
     assert_agrees(eager_decode(*arguments), reference_decode(*arguments), dtype)
 
 
+@pytest.mark.usefixtures("chunks")
+def test_autocast_changes_nothing():
+    case = decode_case([50, 21], queries=2)
+    rank = case.head_dim_v
+    latent, rope = case.paged.split([rank, case.rope_dim], dim=-1)
+    arguments = (case.q, latent, case.block_table, case.cache_seqlens, rank, case.softmax_scale)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_agrees(eager_decode(*arguments, rope_cache=rope), reference_decode(*arguments, rope_cache=rope))
+
+
 @pytest.mark.parametrize("heads", [1, 3, 32])
 @pytest.mark.parametrize(("rank", "rope_dim"), [(16, 8), (96, 32), (448, 64), (512, 64)])
 def test_head_counts_and_ranks(heads, rank, rope_dim):

@@ -1,6 +1,7 @@
 import copy
 import inspect
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -303,6 +304,37 @@ def test_a_projection_that_was_wrapped_later_is_called(family, expansions):
     assert torch.equal(step_logits(model, ids, [5, 1]), logits)
 
 
+def test_offloaded_weights_are_left_to_their_hooks(family, expansions):
+    """Between calls such a weight is on the meta device."""
+    model = tiny_model(family)
+    ids = random_ids(1, 6)
+    expected = step_logits(model, ids, [5, 1])
+    accelerate.cpu_offload(model, execution_device="cpu")
+    use_mla_kernels(model)
+    expansions.clear()
+    assert model.model.layers[0].self_attn.kv_b_proj.weight.is_meta
+    torch.testing.assert_close(step_logits(model, ids, [5, 1]), expected, **CLOSE)
+    assert expansions == [5, 5, 6, 6]
+
+
+def test_dropout_and_autocast_take_the_stock_path(family, expansions):
+    """The kernels have no dropout; under autocast query and cached latent can come in two dtypes."""
+    ids = random_ids(2, 7)
+    outcomes = []
+    for switch in (False, True):
+        model = tiny_model(family, attention_dropout=0.5)
+        if switch:
+            use_mla_kernels(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = step_logits(model, ids, [5, 1, 1])
+        torch.manual_seed(2)
+        dropped = step_logits(model.train(), ids, [5, 1, 1])
+        outcomes.append((mixed, dropped))
+    for stock, switched in zip(*outcomes, strict=True):
+        assert torch.equal(stock, switched)
+    assert expansions == [5, 5, 6, 6, 7, 7] * 4
+
+
 def test_a_16_bit_model_is_as_close_to_its_float32_self_as_stock_is(family):
     """Absorbed and expanded round in different places, so only their distances from the exact logits compare."""
     model = tiny_model(family, first_k_dense_replace=2).bfloat16()
@@ -351,11 +383,12 @@ def test_other_attention_implementations_are_refused(family):
     assert model.model.layers[0].self_attn.config is model.config
 
 
-def test_quantised_projections_are_refused(family):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_projections_are_refused(family, dtype):
     """And nothing is switched by half."""
     model = tiny_model(family)
     last = model.model.layers[-1].self_attn
-    last.kv_b_proj.weight = torch.nn.Parameter(last.kv_b_proj.weight.to(torch.int8), requires_grad=False)
+    last.kv_b_proj.weight = torch.nn.Parameter(last.kv_b_proj.weight.to(dtype), requires_grad=False)
     with pytest.raises(InvalidInputError, match="kv_b_proj of layer 1"):
         use_mla_kernels(model)
     assert model.model.layers[0].self_attn.config is model.config
