@@ -186,6 +186,17 @@ def test_without_a_cache_nothing_changes(family, expansions):
     assert expansions == [8, 8]
 
 
+def test_a_long_continuation_is_expanded(family, expansions):
+    """S queries save where S (2C - N - V) < C (N + V): here up to 53."""
+    model = tiny_model(family)
+    ids = random_ids(1, 111)
+    expected = step_logits(model, ids, [4, 54, 53])
+    use_mla_kernels(model)
+    expansions.clear()
+    torch.testing.assert_close(step_logits(model, ids, [4, 54, 53]), expected, **CLOSE)
+    assert expansions == [4, 4, 58, 58]
+
+
 def test_restore_leaves_no_trace(family, expansions):
     model = tiny_model(family)
     before = [dict(layer.self_attn.__dict__) for layer in model.model.layers]
