@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from mla_kernels.errors import UnsupportedDeviceError
-from mla_kernels.tiles import DEVICES, MAX_RANK, Device
+from mla_kernels.tiles import DEVICES, MAX_RANK, MAX_ROPE_DIM, MIN_RANK, Device
 
 BackendName = Literal["triton", "torch", "reference"]
 BACKENDS: tuple[BackendName, ...] = ("triton", "torch", "reference")
@@ -26,15 +26,22 @@ class Backend:
     reason: str
 
 
-def choose_backend(device: torch.device | str, dtype: torch.dtype | None = None, rank: int | None = None) -> Backend:
-    """Return what suits tensors of ``device`` (and ``dtype`` and latent ``rank``, where given): Triton or torch."""
+def choose_backend(
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    rank: int | None = None,
+    rope_dim: int | None = None,
+) -> Backend:
+    """Return what suits tensors of ``device`` (and ``dtype``, latent rank and RoPE dims, where given)."""
     device = torch.device(device)
     if device.type != "cuda":
         return Backend("torch", f"the Triton kernel needs a GPU, and the tensors are on {device.type}")
     if dtype not in (None, torch.float16, torch.bfloat16, torch.float32):
         return Backend("torch", f"the Triton kernel has no {dtype}")
-    if rank is not None and rank > MAX_RANK:
-        return Backend("torch", f"no tile fits a latent rank of {rank}")
+    if rank is not None and not MIN_RANK <= rank <= MAX_RANK:
+        return Backend("torch", f"the kernel has no tile for a latent rank of {rank}")
+    if rope_dim is not None and rope_dim > MAX_ROPE_DIM:
+        return Backend("torch", f"the kernel has no tile for {rope_dim} RoPE dims")
     try:
         found, _ = describe(device)
     except UnsupportedDeviceError as error:

@@ -60,8 +60,9 @@ def check_inputs(
     window: int | None = None,
     rope_cache: Tensor | None = None,
     out: Tensor | None = None,
+    tiled: bool = True,
 ) -> DecodeInputs:
-    """Return the call's tensors as the kernels take them.
+    """Return the call's tensors as the kernels take them; ``tiled`` where the sizes must be those of a tile.
 
     Lengths and page numbers are looked at where they lie on the CPU. On a GPU that would wait for the device, so there
     the kernel cuts lengths at the cache's capacity; `check_lengths` looks, and waits.
@@ -70,7 +71,7 @@ def check_inputs(
         InvalidInputError: a dtype, device or shape that does not fit the others, or a length that does not fit.
         UnsupportedShapeError: a latent rank, RoPE size or page size that the kernels do not have.
     """
-    rope_dim = _check_query(q, head_dim_v)
+    rope_dim = _check_query(q, head_dim_v, tiled)
     _check_same_device(
         q, kv_cache=kv_cache, block_table=block_table, cache_seqlens=cache_seqlens, rope_cache=rope_cache
     )
@@ -137,7 +138,7 @@ def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
-def _check_query(q: Tensor, head_dim_v: int) -> int:
+def _check_query(q: Tensor, head_dim_v: int, tiled: bool) -> int:
     """Return the RoPE dims of the query."""
     if q.ndim != 4 or q.numel() == 0:
         raise InvalidInputError(
@@ -146,15 +147,20 @@ def _check_query(q: Tensor, head_dim_v: int) -> int:
     if q.dtype not in DTYPES:
         raise InvalidInputError(f"q is {q.dtype}", "give bfloat16, float16 or float32")
     rope_dim = q.shape[-1] - head_dim_v
-    if head_dim_v < MIN_RANK:
+    if head_dim_v < 1 or rope_dim < 0:
+        raise InvalidInputError(
+            f"q has {q.shape[-1]} channels, and head_dim_v is {head_dim_v}",
+            "head_dim_v must be the latent rank, and q hold the RoPE part after it",
+        )
+    if tiled and head_dim_v < MIN_RANK:
         raise UnsupportedShapeError(
             f"a latent rank of {head_dim_v} is below {MIN_RANK}",
-            f"pad the latents, and the latent part of q, with zeros to {MIN_RANK} channels",
+            f'pad the latents, and the latent part of q, with zeros to {MIN_RANK} channels, or use backend="torch"',
         )
-    if not 0 <= rope_dim <= MAX_ROPE_DIM:
+    if tiled and rope_dim > MAX_ROPE_DIM:
         raise UnsupportedShapeError(
-            f"q has {q.shape[-1]} channels, which with head_dim_v={head_dim_v} leaves {rope_dim} for RoPE",
-            f"head_dim_v must be the latent rank, and the RoPE part 0 to {MAX_ROPE_DIM} dims",
+            f"a RoPE part of {rope_dim} is beyond the kernel's {MAX_ROPE_DIM}",
+            'check head_dim_v, or use backend="torch"',
         )
     return rope_dim
 

@@ -39,7 +39,7 @@ def mla_decode(
         block_table: int32 [B, max_pages], the pages of each sequence in order; entries beyond its length are ignored.
         cache_seqlens: int32 [B], the cached tokens of each sequence, the Sq new ones included; 0 is allowed.
         head_dim_v: c, the latent rank: 16 to 1024 (512 with fp8) for Triton; multiples of 16 load at full width, and of
-            an fp8 cache nothing else will do. r is what is left of q: 0 to 128.
+            an fp8 cache nothing else will do. r is what is left of q: 0 to 128 for Triton.
         softmax_scale: the factor on the scores. MLA's is that of the heads before absorption, not (c+r)^-1/2.
         causal: whether query i sees cached tokens < length - Sq + i + 1, or all of them.
         num_splits: parts into which the cache is divided for parallelism; None chooses from the shapes alone.
@@ -92,8 +92,9 @@ def run(
     if backend not in BACKENDS:
         raise InvalidInputError(f"there is no backend {backend!r}", f"give one of {', '.join(BACKENDS)}")
     inputs = check_inputs(
-        q, kv_cache, block_table, cache_seqlens, head_dim_v, window=window, rope_cache=rope_cache, out=out
-    )
+        q, kv_cache, block_table, cache_seqlens, head_dim_v, window=window, rope_cache=rope_cache, out=out,
+        tiled=backend == "triton",
+    )  # fmt: skip
     if backend == "triton":
         from mla_kernels.backends import describe
 

@@ -42,7 +42,7 @@ def use_mla_kernels(model: nn.Module) -> None:
     """Make a transformers DeepSeek-V2 or V3 model decode absorbed; a second call changes nothing.
 
     A step over cached tokens attends in the latent space where that takes fewer multiplications than expanding the
-    cache: through `mla_decode` on a GPU that it supports, where no mask is needed, and through torch otherwise. A
+    cache: through `mla_decode` on a GPU that it supports, without a mask or gradients, and through torch otherwise. A
     prefill, dropout, autocast, and a layer whose `kv_b_proj` is offloaded or was wrapped since take the stock path.
     The model's attention implementation stays what it was and may still be changed between "sdpa" and "eager"; with
     "eager" the attention weights are returned as before. Caches hold what they held. `restore` undoes it.

@@ -1,4 +1,4 @@
-"""The Triton kernels: split-KV MLA decode over the latent cache, and the combination of the splits.
+"""The Triton kernel: split-KV MLA decode over the latent cache.
 
 One tile of latents serves as keys and as values, so each cached token is read once. Scores are kept in base 2 inside
 (softmax by exp2) and leave as natural logarithms. The online softmax is that of FlashAttention (Dao et al., 2022,
@@ -125,7 +125,7 @@ def _accumulate(p, v, scale, acc, alpha, DTYPE: tl.constexpr, FP8: tl.constexpr,
 
 
 @triton.jit
-def _visible_range(length, SQ, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def visible_range(length, SQ, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the first tile's token and the number of tiles that any of a sequence's queries sees."""
     first = length * 0
     if WINDOW:
@@ -192,7 +192,7 @@ def decode_kernel(
     batch = tl.program_id(2).to(tl.int64)
     split = tl.program_id(1)
     length = tl.minimum(tl.maximum(tl.load(LENGTHS + batch), 0), capacity)
-    first, tiles = _visible_range(length, SQ, window, CAUSAL, WINDOW, BLOCK_N)
+    first, tiles = visible_range(length, SQ, window, CAUSAL, WINDOW, BLOCK_N)
     # Each sequence is divided evenly by its own length, so a split count chosen for the longest suits every other.
     per_split = tl.cdiv(tiles, splits)
     begin = first + split * per_split * BLOCK_N
@@ -335,69 +335,3 @@ def decode_kernel(
     # ln 2
     lse = tl.where(total > 0, (highest + tl.log2(whole)) * 0.6931471805599453, float("-inf"))
     tl.store(LSE + split.to(tl.int64) * stride_es + batch * stride_eb + row, lse, mask=row_mask)
-
-
-@triton.jit
-def combine_kernel(
-    PARTIAL,
-    PARTIAL_LSE,
-    LENGTHS,
-    OUT,
-    LSE,
-    capacity,
-    window,
-    stride_ps,
-    stride_pb,
-    stride_pm,
-    stride_es,
-    stride_eb,
-    stride_ob,
-    stride_om,
-    stride_lb,
-    SQ,
-    splits,
-    C: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Join the splits of one query row, weighted by their sums of exponentials.
-
-    Program (row, block of channels, sequence). Only the splits that `decode_kernel` wrote are read.
-    """
-    row = tl.program_id(0)
-    batch = tl.program_id(2).to(tl.int64)
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    length = tl.minimum(tl.maximum(tl.load(LENGTHS + batch), 0), capacity)
-    _, tiles = _visible_range(length, SQ, window, CAUSAL, WINDOW, BLOCK_N)
-    per_split = tl.maximum(tl.cdiv(tiles, splits), 1)
-    written = tl.cdiv(tiles, per_split)
-
-    sums = PARTIAL_LSE + batch * stride_eb + row
-    every = tl.arange(0, SPLITS_PADDED)
-    lse = tl.load(sums + every.to(tl.int64) * stride_es, mask=every < written, other=float("-inf"))
-    highest = tl.max(lse, 0)
-    origin = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(tl.exp(lse - origin), 0)
-    whole = tl.where(total > 0, total, 1.0)
-
-    acc = tl.zeros([BLOCK_C], tl.float32)
-    some = tl.arange(0, BLOCK_S)
-    partial = PARTIAL + batch * stride_pb + row.to(tl.int64) * stride_pm
-    for start in range(0, written, BLOCK_S):
-        split = (start + some).to(tl.int64)
-        present = split < written
-        weight = tl.exp(tl.load(sums + split * stride_es, mask=present, other=float("-inf")) - origin) / whole
-        part = tl.load(
-            (partial + split * stride_ps)[:, None] + channel[None, :],
-            mask=present[:, None] & (channel < C)[None, :],
-            other=0.0,
-        )
-        acc += tl.sum(part * weight[:, None], 0)
-    out = OUT + batch * stride_ob + row.to(tl.int64) * stride_om
-    tl.store(out + channel, acc.to(OUT.dtype.element_ty), mask=channel < C)
-    joined = tl.where(total > 0, origin + tl.log(whole), float("-inf"))
-    tl.store(LSE + batch * stride_lb + row, joined, mask=tl.program_id(1) == 0)

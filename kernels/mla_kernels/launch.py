@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mla_kernels.backends import describe, interpreting
 from mla_kernels.checks import DecodeInputs
+from mla_kernels.combine import combine_kernel
 from mla_kernels.errors import InvalidInputError
-from mla_kernels.kernel import combine_kernel, decode_kernel
+from mla_kernels.kernel import decode_kernel
 from mla_kernels.splits import MAX_SPLITS, choose_splits
 from mla_kernels.tiles import blocks_per_multiprocessor, choose_tile, latent_chunks, padded_rope_dim, shared_memory
 

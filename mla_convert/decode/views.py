@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from mla_kernels.decode import mla_decode
-from mla_kernels.eager import eager_decode
 
 if TYPE_CHECKING:
     from mla_convert.decode.paged import PagedLatentCache
@@ -80,9 +79,5 @@ class AttendingStep:
         if pool.stored_rank > pool.rank:
             query = torch.cat((pool.padded(query[..., : pool.rank]), query[..., pool.rank :]), dim=-1)
         cached = pool.pool[layer_idx], self.block_table, self.cache_seqlens, pool.stored_rank, softmax_scale
-        if backend == "torch":
-            # Directly, since mla_decode refuses sizes that no tile of the kernel fits.
-            latents, _ = eager_decode(query, *cached, window=window)
-        else:
-            latents, _ = mla_decode(query, *cached, window=window, backend=backend)
+        latents, _ = mla_decode(query, *cached, window=window, backend=backend)
         return latents[..., : pool.rank]

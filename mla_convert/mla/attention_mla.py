@@ -16,9 +16,8 @@ from .configuration_mla import MLAConfig
 
 try:
     import mla_kernels
-    from mla_kernels import tiles
 except ImportError:
-    mla_kernels = tiles = None
+    mla_kernels = None
 
 ATTENTION_MODES = ("auto", "absorbed", "expanded")
 DECODE_BACKENDS = ("auto", "triton", "torch")
@@ -47,10 +46,7 @@ def choose_decode_backend(wanted: str, config: MLAConfig, device: torch.device, 
         return DecodeBackend("torch", f"the model is on {device.type}, and the kernel is for CUDA devices")
     if mla_kernels is None:
         return DecodeBackend("torch", "mla_kernels is not installed")
-    rank, rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
-    if rank < tiles.MIN_RANK or rope_dim > tiles.MAX_ROPE_DIM:
-        return DecodeBackend("torch", f"the kernel has no tile for a rank of {rank} with {rope_dim} RoPE dims")
-    suited = mla_kernels.choose_backend(device, dtype, rank)
+    suited = mla_kernels.choose_backend(device, dtype, config.kv_lora_rank, config.qk_rope_head_dim)
     return DecodeBackend(suited.name, suited.reason)
 
 

@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from mla_kernels import InvalidInputError, KernelError, UnsupportedDeviceError, UnsupportedShapeError, mla_decode
-from tests.kernels.cases import DEVICE, Case, make_case
+from mla_kernels import (
+    InvalidInputError,
+    KernelError,
+    UnsupportedDeviceError,
+    UnsupportedShapeError,
+    choose_backend,
+    mla_decode,
+)
+from tests.kernels.cases import DEVICE, Case, assert_matches, make_case
 
 Change = Callable[[Case], dict[str, Any]]
 
@@ -66,14 +73,16 @@ CHANGES: dict[str, tuple[type[KernelError], str, Change]] = {
         "pad the latents",
         lambda c: {"head_dim_v": 8, "q": c.q[..., :24], "kv_cache": c.kv_cache[..., :24]},
     ),
-    "a rank beyond the query": (UnsupportedShapeError, "head_dim_v must be", lambda c: {"head_dim_v": 128}),
+    "a rank beyond the query": (InvalidInputError, "head_dim_v must be", lambda c: {"head_dim_v": 128}),
+    "no rank": (InvalidInputError, "head_dim_v must be", lambda c: {"head_dim_v": 0}),
     "a RoPE part too wide": (
         UnsupportedShapeError,
         "RoPE",
-        lambda c: {"head_dim_v": 16, "q": torch.cat([c.q] * 2, -1)},
+        lambda c: {"head_dim_v": 16, "q": c.q.repeat(1, 1, 1, 2), "kv_cache": c.kv_cache.repeat(1, 1, 2)},
     ),
     "a page of 24": (UnsupportedShapeError, "page of 24", lambda c: {"kv_cache": c.kv_cache[:, :24]}),
 }
+OF_THE_KERNEL = ("no splits", "too many splits", "a rank below a tile", "a RoPE part too wide")
 ON_THE_HOST: dict[str, tuple[type[KernelError], str, Change]] = {
     "a length beyond the table": (
         InvalidInputError,
@@ -113,12 +122,19 @@ def test_bad_input_is_refused(name: str, backend: str) -> None:
     error, message, change = {**CHANGES, **ON_THE_HOST}[name]
     if name in ON_THE_HOST and DEVICE.type == "cuda":
         pytest.skip("looking at lengths on a GPU would wait for it")
-    if "splits" in name and backend != "triton":
-        pytest.skip("only the kernel splits")
+    if name in OF_THE_KERNEL and backend != "triton":
+        pytest.skip("the other backends take it")
     case = make_case(96, 16, 3, (100, 20))
     with pytest.raises(error, match=message) as raised:
         mla_decode(**{**arguments(case), "backend": backend, **change(case)})
     assert raised.value.remedy
+
+
+@pytest.mark.parametrize(("rank", "rope_dim"), [(8, 16), (32, 160)])
+def test_sizes_without_a_tile_are_for_the_other_backends(rank: int, rope_dim: int) -> None:
+    case = make_case(rank, rope_dim, 3, (20, 0, 70))
+    assert_matches(case.run(backend="torch"), case.run(backend="reference"), 1e-6)
+    assert choose_backend("cuda", rank=rank, rope_dim=rope_dim).name == "torch"
 
 
 def test_without_a_gpu_the_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from mla_kernels import merge_states, mla_decode
-from mla_kernels.launch import combine_kernel, decode_kernel
+from mla_kernels.combine import combine_kernel
+from mla_kernels.kernel import decode_kernel
 from tests.kernels.cases import DEVICE, Case, assert_matches, make_case
 
 # Relative. float32 carries 24 bits through sums of some hundred terms. The others round the softmax weights and the
