@@ -90,13 +90,17 @@ TABLE: dict[int | str, dict[int, tuple[Tile, Tile, Tile]]] = {
     86: {**_NARROW, 512: _row(Tile(16, 32, 4, 3), Tile(32, 32, 4, 2), Tile(64, 16, 8, 2))},
     89: {**_NARROW, 512: _row(Tile(16, 32, 4, 3), Tile(32, 32, 4, 2), Tile(64, 16, 8, 2))},
     90: {**_WIDE, 512: _row(Tile(16, 32, 4, 3), Tile(32, 64, 8, 2), Tile(64, 32, 8, 3))},
-    100: {**_WIDE, 512: _row(Tile(16, 32, 4, 3), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2))},
+    100: {
+        **_WIDE,
+        512: _row(Tile(16, 32, 4, 3), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)),
+        1024: _NARROW[1024],
+    },
     120: {**_NARROW, 512: _row(Tile(16, 32, 4, 3), Tile(32, 32, 8, 2), Tile(64, 16, 8, 2))},
     "gfx942": {
         128: _row(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1)),
         256: _row(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1)),
         512: _row(Tile(16, 16, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1)),
-        1024: _row(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+        1024: _row(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
     },
 }
 # An fp8 tile is held twice, as codes and decoded, and decoding takes registers: no more than 32 rows.
@@ -129,7 +133,8 @@ def choose_tile(device: Device, rows: int, rank: int, rope_dim: int, *, itemsize
     if itemsize == 4:
         tile = replace(FP32_TILE, num_warps=8 if rank > 512 else 4)
     if isinstance(device.arch, str):
-        tile = replace(tile, block_n=min(tile.block_n, 16 if rank > 256 else 32), num_stages=1)
+        # Four waves have 512 registers a lane, eight have 256.
+        tile = replace(tile, block_n=min(tile.block_n, 16 if rank > 256 else 32), num_warps=4, num_stages=1)
     while shared_memory(device, tile, rank, rope_dim, itemsize=itemsize, fp8=fp8) > device.shared_bytes:
         if tile.num_stages > 2:
             tile = replace(tile, num_stages=tile.num_stages - 1)

@@ -26,7 +26,11 @@ from mla_kernels.tiles import (
 )
 from tests.kernels.aot import Build, Resources, compile_all
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler has wheels for Linux only")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler has wheels for Linux only"),
+    # The first test of each kind compiles for all.
+    pytest.mark.timeout(1800),
+]
 
 ROWS = (16, 32, 64)
 
