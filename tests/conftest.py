@@ -5,7 +5,7 @@ import os
 # Tests multiply small matrices, in which threads cost more than they give. For this process and those it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
+import torch
 
 if not torch.cuda.is_available():
     # The kernels' own tests run on the CPU, interpreted. On a GPU the same tests run the compiled kernels.
