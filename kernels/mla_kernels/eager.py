@@ -9,7 +9,8 @@ attention, which does the same in one operator.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,27 +48,26 @@ def eager_decode(
     lengths = cache_seqlens.tolist()
     rows = (q.to(compute) * softmax_scale).reshape(batch, queries * heads, width)
 
-    # Sequences of one length share every product; others take turns, so that no token past a length is read.
-    groups = [(slice(b, b + 1), length) for b, length in enumerate(lengths)]
-    if len(set(lengths)) <= 1:
-        groups = [(slice(0, batch), max(lengths, default=0))]
-    outs, lses = [], []
     # Precision is settled here: autocast would take the products back to 16 bits.
-    with torch.autocast(q.device.type, enabled=False):
-        for group, length in groups:
-            out, lse = _attend(rows[group], cache, group, _Span(queries, heads, length, causal, window))
-            outs.append(out)
-            lses.append(lse)
-    out = torch.cat(outs) if len(outs) > 1 else outs[0]
-    lse = torch.cat(lses) if len(lses) > 1 else lses[0]
+    casting = torch.is_autocast_enabled(q.device.type)
+    with torch.autocast(q.device.type, enabled=False) if casting else nullcontext():
+        # Sequences of one length share every product; others take turns, so that no token past a length is read.
+        if len(set(lengths)) <= 1:
+            span = _Span(queries, heads, max(lengths, default=0), causal, window)
+            out, lse = _attend(rows, cache, slice(0, batch), span)
+        else:
+            parts = [
+                _attend(rows[b : b + 1], cache, slice(b, b + 1), _Span(queries, heads, length, causal, window))
+                for b, length in enumerate(lengths)
+            ]
+            out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
     return (
         out.to(q.dtype).view(batch, queries, heads, head_dim_v),
         lse.view(batch, queries, heads).transpose(1, 2).contiguous(),
     )
 
 
-@dataclass(frozen=True)
-class _Cache:
+class _Cache(NamedTuple):
     """The cache, whatever its layout, as chunks of latent and RoPE rows of some sequences."""
 
     kv: Tensor
@@ -106,7 +106,9 @@ class _Cache:
             return None
         first, last = start // page, -(-stop // page)
         pages = self.block_table[group.start, first:last].tolist()
-        together = next((i for i in range(1, len(pages)) if pages[i] != pages[0] + i), len(pages))
+        together = len(pages)
+        if pages != list(range(pages[0], pages[0] + together)):
+            together = next(i for i, page_id in enumerate(pages) if page_id != pages[0] + i)
         rows = self.kv[pages[0] : pages[0] + together].flatten(0, 1)
         return rows[None, start - first * page : stop - first * page]
 
@@ -120,8 +122,7 @@ class _Cache:
         return rows[:, start - first * page : stop - first * page]
 
 
-@dataclass(frozen=True)
-class _Span:
+class _Span(NamedTuple):
     """Which cached tokens the queries of a sequence see: query i those in [stop_i - window, stop_i), from 0 on."""
 
     queries: int

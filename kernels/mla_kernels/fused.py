@@ -38,10 +38,12 @@ def fused_attention(q: Tensor, kv: Tensor, rank: int, parts: int) -> tuple[Tenso
             keys and values of one width, so the RoPE channels are summed as well and left out.
         parts: a divisor of ``tokens``.
     """
-    divided = kv.unflatten(1, (parts, -1))
-    out, lse = _ATTENTION(q[:, None].expand(-1, parts, -1, -1), divided, divided, scale=1.0)
-    out, lse = out[..., :rank], lse[..., None]
     if parts == 1:
-        return out[:, 0], lse[:, 0]
+        tokens = kv[:, None]
+        out, lse = _ATTENTION(q[:, None], tokens, tokens, scale=1.0)
+        return out[:, 0, :, :rank], lse[:, 0, :, None]
+    tokens = kv.unflatten(1, (parts, -1))
+    out, lse = _ATTENTION(q[:, None].expand(-1, parts, -1, -1), tokens, tokens, scale=1.0)
+    lse = lse[..., None]
     together = torch.logsumexp(lse, dim=1)
-    return (out * (lse - together[:, None]).exp()).sum(dim=1), together
+    return (out[..., :rank] * (lse - together[:, None]).exp()).sum(dim=1), together
