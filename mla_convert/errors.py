@@ -96,3 +96,9 @@ class CacheFullError(MLAConvertError):
     """A decoding cache with fewer pages left than a sequence needs."""
 
     exit_code = 13
+
+
+class HealError(MLAConvertError):
+    """Healing that cannot go on: a teacher that does not fit, a loss that is not finite, checkpoints of another run."""
+
+    exit_code = 14
