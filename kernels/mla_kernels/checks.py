@@ -71,6 +71,7 @@ def check_inputs(
         InvalidInputError: a dtype, device or shape that does not fit the others, or a length that does not fit.
         UnsupportedShapeError: a latent rank, RoPE size or page size that the kernels do not have.
     """
+    _check_kinds(q, kv_cache, block_table, cache_seqlens, head_dim_v, rope_cache)
     rope_dim = _check_query(q, head_dim_v, tiled)
     _check_same_device(
         q, kv_cache=kv_cache, block_table=block_table, cache_seqlens=cache_seqlens, rope_cache=rope_cache
@@ -80,7 +81,7 @@ def check_inputs(
     if cache_seqlens.dtype != torch.int32 or cache_seqlens.shape != (batch,):
         raise InvalidInputError(
             f"cache_seqlens must be int32 of shape ({batch},), got {_describe(cache_seqlens)}",
-            "give the number of cached tokens of each sequence",
+            "give the number of cached tokens of each sequence, .to(torch.int32)",
         )
     capacity = latent.shape[1] if block_table is None else _check_pages(block_table, latent.shape[1], batch)
     if block_table is None and latent.shape[0] != batch:
@@ -98,7 +99,9 @@ def check_inputs(
         )
     if out is not None and not out.is_contiguous():
         raise InvalidInputError("out must be contiguous", "give out=torch.empty(...) of the output's shape")
-    inputs = DecodeInputs(q, latent, rope, scales, block_table, cache_seqlens, capacity, window or 0)
+    # A window beyond every cache is none, and lengths are read one after the other.
+    window = None if window is None or window > capacity else window
+    inputs = DecodeInputs(q, latent, rope, scales, block_table, cache_seqlens.contiguous(), capacity, window or 0)
     if cache_seqlens.device.type == "cpu":
         check_lengths(inputs)
     return inputs
@@ -136,6 +139,25 @@ def check_lengths(inputs: DecodeInputs) -> None:
 
 def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+
+
+def _check_kinds(
+    q: object,
+    kv_cache: object,
+    block_table: object,
+    cache_seqlens: object,
+    head_dim_v: object,
+    rope_cache: object,
+) -> None:
+    tensors = {"q": q, "kv_cache": kv_cache, "cache_seqlens": cache_seqlens}
+    tensors |= {
+        name: given for name, given in (("block_table", block_table), ("rope_cache", rope_cache)) if given is not None
+    }
+    for name, given in tensors.items():
+        if not isinstance(given, Tensor):
+            raise InvalidInputError(f"{name} is a {type(given).__name__}", "give a tensor")
+    if isinstance(head_dim_v, bool) or not isinstance(head_dim_v, int):
+        raise InvalidInputError(f"head_dim_v is {head_dim_v!r}", "give the latent rank as an integer")
 
 
 def _check_query(q: Tensor, head_dim_v: int, tiled: bool) -> int:
@@ -176,6 +198,11 @@ def _split_cache(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return views of the cache's latents, RoPE keys and fp8 scales."""
     packed = kv_cache.dtype == torch.uint8
+    if kv_cache.dtype == torch.float8_e4m3fn:
+        raise InvalidInputError(
+            "kv_cache is torch.float8_e4m3fn",
+            "give the rows of quantize_latent, .view(torch.uint8): they hold scales too",
+        )
     if packed and rope_cache is not None:
         raise InvalidInputError("an fp8 cache holds the RoPE part in its rows", "give no rope_cache with it")
     if packed and (rank % MIN_RANK or rope_dim % 2 or rope_dim == 0):
@@ -224,7 +251,7 @@ def _check_pages(block_table: Tensor, page: int, batch: int) -> int:
     if block_table.dtype != torch.int32 or block_table.ndim != 2 or block_table.shape[0] != batch:
         raise InvalidInputError(
             f"block_table must be int32 of shape ({batch}, max_pages), got {_describe(block_table)}",
-            "give one row of page numbers for each sequence",
+            "give one row of page numbers for each sequence, .to(torch.int32)",
         )
     if block_table.shape[1] == 0:
         raise InvalidInputError("block_table has no pages", "give room for at least one page a sequence")

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from mla_kernels.backends import BACKENDS, BackendName
 from mla_kernels.checks import check_inputs
-from mla_kernels.errors import InvalidInputError
+from mla_kernels.errors import InvalidInputError, UnsupportedDeviceError
+from mla_kernels.splits import MAX_SPLITS
 
 
 def mla_decode(
@@ -35,7 +36,8 @@ def mla_decode(
             queries are the last of each sequence's tokens.
         kv_cache: [pages, page, c+r] with a ``block_table``, else [B, L, c+r], in q's dtype. A page is a multiple of 16
             tokens. With dtype uint8, packed fp8 rows (`quantize_latent`). What lies beyond a sequence's length is not
-            read. Any strides but the last; 16-byte aligned rows load fastest.
+            read; what a query does not see for other reasons must be finite. Any strides but the last; 16-byte aligned
+            rows load fastest.
         block_table: int32 [B, max_pages], the pages of each sequence in order; entries beyond its length are ignored.
         cache_seqlens: int32 [B], the cached tokens of each sequence, the Sq new ones included; 0 is allowed.
         head_dim_v: c, the latent rank: 16 to 1024 (512 with fp8) for Triton; multiples of 16 load at full width, and of
@@ -51,7 +53,8 @@ def mla_decode(
 
     Returns:
         out [B, Sq, H, c] in q's dtype, and lse [B, H, Sq] in float32, the natural logarithm of the sum of the scores'
-        exponentials. A query that sees nothing has 0 and -inf.
+        exponentials. A query that sees nothing has 0 and -inf. Only "torch" and "reference" have gradients, and not
+        inside torch.compile.
 
     Raises:
         InvalidInputError: a dtype, device or shape that does not fit, or (on the CPU, where looking costs nothing) a
@@ -91,15 +94,25 @@ def run(
     """Check the arguments of `mla_decode` and run the backend."""
     if backend not in BACKENDS:
         raise InvalidInputError(f"there is no backend {backend!r}", f"give one of {', '.join(BACKENDS)}")
+    if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
+        raise InvalidInputError(f"num_splits is {num_splits}", f"give 1 to {MAX_SPLITS}, or None to have it chosen")
+    softmax_scale = float(softmax_scale)
     inputs = check_inputs(
         q, kv_cache, block_table, cache_seqlens, head_dim_v, window=window, rope_cache=rope_cache, out=out,
         tiled=backend == "triton",
     )  # fmt: skip
+    if q.device.type == "meta":
+        raise UnsupportedDeviceError("the tensors are on meta, without contents", "move them to a CPU or a GPU")
     if backend == "triton":
         from mla_kernels.backends import describe
 
         # Before launch.py is imported, which needs triton.
         describe(q.device)
+        if torch.is_grad_enabled() and (q.requires_grad or kv_cache.requires_grad):
+            raise InvalidInputError(
+                "the kernel has no backward pass, and q or kv_cache requires gradients",
+                'call it under torch.no_grad(), or use backend="torch"',
+            )
         from mla_kernels.launch import triton_decode
 
         return triton_decode(inputs, softmax_scale, causal, num_splits, out)
@@ -111,4 +124,4 @@ def run(
         q, kv_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal, window=window, rope_cache=rope_cache
     )
     result, lse = result.to(q.dtype), lse.to(torch.float32)
-    return (result if out is None else out.copy_(result)), lse
+    return (result.contiguous() if out is None else out.copy_(result)), lse

@@ -118,7 +118,7 @@ class _Cache(NamedTuple):
         page = cache.shape[1]
         first, last = start // page, -(-stop // page)
         pages = self.block_table[group, first:last]
-        rows = cache.index_select(0, pages.reshape(-1)).view(pages.shape[0], -1, cache.shape[-1])
+        rows = cache.index_select(0, pages.reshape(-1)).view(pages.shape[0], pages.shape[1] * page, cache.shape[-1])
         return rows[:, start - first * page : stop - first * page]
 
 

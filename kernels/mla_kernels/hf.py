@@ -210,9 +210,10 @@ def _decode(q: Tensor, c_kv: Tensor, k_rope: Tensor, scaling: float) -> Tensor:
     batch, tokens, rank = c_kv.shape
     seqlens = torch.full((batch,), tokens, dtype=torch.int32, device=q.device)
     needs_gradient = torch.is_grad_enabled() and (q.requires_grad or c_kv.requires_grad)
-    if needs_gradient or choose_backend(q.device, q.dtype, rank).name == "torch":
+    if needs_gradient:
         return eager_decode(q, c_kv, None, seqlens, rank, scaling, rope_cache=k_rope)[0]
-    return mla_decode(q, c_kv, None, seqlens, rank, scaling, rope_cache=k_rope)[0]
+    backend = choose_backend(q.device, q.dtype, rank, k_rope.shape[-1]).name
+    return mla_decode(q, c_kv, None, seqlens, rank, scaling, rope_cache=k_rope, backend=backend)[0]
 
 
 def _decode_masked(

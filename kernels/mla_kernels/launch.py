@@ -15,7 +15,7 @@ from mla_kernels.checks import DecodeInputs
 from mla_kernels.combine import combine_kernel
 from mla_kernels.errors import InvalidInputError
 from mla_kernels.kernel import decode_kernel
-from mla_kernels.splits import MAX_SPLITS, choose_splits
+from mla_kernels.splits import choose_splits
 from mla_kernels.tiles import blocks_per_multiprocessor, choose_tile, latent_chunks, padded_rope_dim, shared_memory
 
 # Typed as what they are at run time: subscripted with a grid, called with compilation options.
@@ -35,7 +35,7 @@ def triton_decode(
     Raises:
         UnsupportedDeviceError: the tensors' device cannot run the kernel.
         UnsupportedShapeError: no tile fits the rank on this device.
-        InvalidInputError: ``num_splits`` is out of range, or the batch is too large for a launch.
+        InvalidInputError: the batch is too large for a launch.
     """
     device, multiprocessors = describe(inputs.q.device)
     batch, queries, heads, _ = inputs.q.shape
@@ -52,8 +52,6 @@ def triton_decode(
         num_splits = choose_splits(
             row_blocks, rows, batch, inputs.capacity, tile.block_n, rank, inputs.token_bytes, slots
         )
-    if not 1 <= num_splits <= MAX_SPLITS:
-        raise InvalidInputError(f"num_splits is {num_splits}", f"give 1 to {MAX_SPLITS}, or None to have it chosen")
     if batch > _GRID_LIMIT:
         raise InvalidInputError(f"a batch of {batch} is larger than a launch takes", f"split it: at most {_GRID_LIMIT}")
 

@@ -14,9 +14,9 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     """Return what attention over the union of the parts gives: out [B, Sq, H, c] and its natural-log LSE [B, H, Sq].
 
     With the parts' outputs o_i [B, Sq, H, c] and LSEs l_i [B, H, Sq], the result is l = log Σ exp l_i and
-    o = Σ exp(l_i − l) o_i, the exact softmax over all tokens. A part that saw no token (LSE −inf) weighs nothing,
-    whatever its output holds; where no part saw any, the result is 0 and −inf. Sums are in float32, or float64 if any
-    part is; `out` has the first output's dtype.
+    o = Σ exp(l_i − l) o_i, the exact softmax over all tokens. A part that saw no token (LSE −inf, or +inf as in
+    FlashMLA) weighs nothing, whatever its output holds; where no part saw any, the result is 0 and −inf. Sums are in
+    float32, or float64 if any part is; `out` has the first output's dtype.
 
     Raises:
         InvalidInputError: there are no parts, or their shapes or devices do not belong together.
@@ -26,6 +26,8 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     for part in (*outs, *lses):
         dtype = torch.promote_types(dtype, part.dtype)
     stacked = torch.stack([lse.to(dtype) for lse in lses])
+    # FlashMLA's convention for a query that saw nothing.
+    stacked = stacked.masked_fill(stacked == torch.inf, -torch.inf)
     # −inf − (−inf) is NaN; any finite number in its place gives exp(−inf) = 0.
     top = stacked.amax(dim=0)
     shift = top.masked_fill(top == -torch.inf, 0.0)

@@ -54,6 +54,14 @@ CHANGES: dict[str, tuple[type[KernelError], str, Change]] = {
     "a table of other rows": (InvalidInputError, "block_table must be", lambda c: {"block_table": c.block_table[:1]}),
     "a table without pages": (InvalidInputError, "no pages", lambda c: {"block_table": c.block_table[:, :0]}),
     "a window of nothing": (InvalidInputError, "window of 0", lambda c: {"window": 0}),
+    "gradients": (InvalidInputError, "no backward pass", lambda c: {"q": c.q.clone().requires_grad_()}),
+    "lengths in a list": (InvalidInputError, "cache_seqlens is a list", lambda c: {"cache_seqlens": [100, 20]}),
+    "a rank that is no integer": (InvalidInputError, "head_dim_v is 96.0", lambda c: {"head_dim_v": 96.0}),
+    "fp8 codes without their scales": (
+        InvalidInputError,
+        r"view\(torch.uint8\)",
+        lambda c: {"kv_cache": c.kv_cache.to(torch.float8_e4m3fn)},
+    ),
     "no splits": (InvalidInputError, "num_splits is 0", lambda c: {"num_splits": 0}),
     "too many splits": (InvalidInputError, "num_splits is 1000", lambda c: {"num_splits": 1000}),
     "an unknown backend": (InvalidInputError, "backend 'cuda'", lambda c: {"backend": "cuda"}),
@@ -82,7 +90,7 @@ CHANGES: dict[str, tuple[type[KernelError], str, Change]] = {
     ),
     "a page of 24": (UnsupportedShapeError, "page of 24", lambda c: {"kv_cache": c.kv_cache[:, :24]}),
 }
-OF_THE_KERNEL = ("no splits", "too many splits", "a rank below a tile", "a RoPE part too wide")
+OF_THE_KERNEL = ("a rank below a tile", "a RoPE part too wide", "gradients")
 ON_THE_HOST: dict[str, tuple[type[KernelError], str, Change]] = {
     "a length beyond the table": (
         InvalidInputError,
@@ -128,6 +136,38 @@ def test_bad_input_is_refused(name: str, backend: str) -> None:
     with pytest.raises(error, match=message) as raised:
         mla_decode(**{**arguments(case), "backend": backend, **change(case)})
     assert raised.value.remedy
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch", "reference"])
+def test_lengths_may_be_strided_or_expanded(backend: Any) -> None:
+    """The kernel reads them one after the other, whatever the caller's strides."""
+    case = make_case(96, 16, 3, (60, 60))
+    want = case.expected()
+    strided = torch.tensor([60, 1, 60, 1], dtype=torch.int32, device=DEVICE)[::2]
+    expanded = torch.tensor([60], dtype=torch.int32, device=DEVICE).expand(2)
+    for lengths in (strided, expanded):
+        assert_matches(replace(case, lengths=lengths).run(backend=backend), want, 1e-6)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch", "reference"])
+def test_odd_but_right_arguments(backend: Any) -> None:
+    """A scale in a tensor, a window beyond everything, a RoPE part of nothing kept apart, outputs in one piece."""
+    case = make_case(96, 0, 3, (60, 60), page=None)
+    want = case.expected()
+    scale = torch.tensor(case.scale)
+    out, lse = replace(case, scale=scale).run(backend=backend, window=2**63)
+    assert_matches((out, lse), want, 1e-6)
+    assert out.is_contiguous()
+    paged = make_case(96, 0, 3, (60, 20))
+    apart = paged.run(backend=backend, rope_cache=paged.kv_cache[..., :0])
+    assert_matches(apart, paged.expected(), 1e-6)
+
+
+def test_tensors_without_contents_are_refused() -> None:
+    case = make_case(96, 16, 3, (60,), page=None)
+    names = ("q", "kv_cache", "lengths")
+    with pytest.raises(UnsupportedDeviceError, match="meta"):
+        replace(case, **{name: getattr(case, name).to("meta") for name in names}).run(backend="torch")
 
 
 @pytest.mark.parametrize(("rank", "rope_dim"), [(8, 16), (32, 160)])

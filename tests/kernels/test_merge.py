@@ -86,3 +86,16 @@ def test_sums_are_in_float32_and_the_output_in_the_parts_dtype():
 def test_parts_that_do_not_belong_together_are_refused(outs, lses, words):
     with pytest.raises(InvalidInputError, match=words):
         merge_states(outs, lses)
+
+
+def test_what_flash_mla_calls_empty_is_empty() -> None:
+    """FlashMLA gives +inf to a query that saw nothing."""
+    out = torch.randn(1, 1, 2, 8, generator=torch.Generator().manual_seed(0))
+    lse = torch.tensor([[[0.5], [1.5]]])
+    empty = torch.full_like(lse, torch.inf)
+    merged, total = merge_states([out, torch.full_like(out, torch.nan)], [lse, empty])
+    assert torch.equal(merged, out)
+    assert torch.equal(total, lse)
+    nothing, none = merge_states([out, out], [empty, empty])
+    assert not nothing.any()
+    assert (none == -torch.inf).all()
