@@ -18,6 +18,7 @@ from mla_convert.cli.absorb import absorb
 from mla_convert.cli.convert import convert
 from mla_convert.cli.evaluate import evaluate
 from mla_convert.cli.generate import generate
+from mla_convert.cli.heal import heal
 from mla_convert.cli.inspect import inspect
 from mla_convert.errors import MLAConvertError
 
@@ -70,7 +71,7 @@ def _start(
         typer.echo(context.get_help())
 
 
-for _command in (inspect, convert, evaluate, absorb, generate):
+for _command in (inspect, convert, heal, evaluate, absorb, generate):
     app.command()(_command)
 
 
@@ -116,7 +117,9 @@ def _run(arguments: Sequence[str], log: logging.Logger) -> int:
         )
     if outcome == INTERRUPTED:
         typer.echo(
-            "interrupted: no unfinished output is left; a finished calibration is kept for the next run", err=True
+            "interrupted: no unfinished output is left; what was finished of a calibration or a healing is kept for "
+            "the next run",
+            err=True,
         )
     return outcome if isinstance(outcome, int) else 0
 
