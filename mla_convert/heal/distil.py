@@ -40,7 +40,7 @@ def distil(
         student: a converted model in float32.
         teacher: a model with the same vocabulary, in evaluation mode.
         checkpoints: shared by all processes.
-        progress: called with the stage ``distil`` after each step.
+        progress: called with the stage ``distil`` after each step, in the first process alone.
 
     Raises:
         HealError: the teacher does not fit, the loss or its gradient is not finite, the student is not in float32,

@@ -124,26 +124,38 @@ class DistilRun:
         if not self._resume():
             self._evaluate(loss=None, learning_rate=0.0)
         course, settings = self.course, self.settings
-        since, tokens_since = time.perf_counter(), course.step
-        progress(STAGE, course.step, self.steps)
+        first, started, training = course.step, time.perf_counter(), 0.0
+        self._report(progress)
         while course.step < self.steps and not self._is_over():
             learning_rate = float(self.scheduler.get_last_lr()[0])
+            since = time.perf_counter()
             loss = self._step()
+            training += time.perf_counter() - since
             last = course.step == self.steps
             if last or course.step % settings.evaluate_every == 0:
                 self._evaluate(loss, learning_rate)
             else:
                 self._note(loss, learning_rate, None)
-            if last or self._is_over() or course.step % settings.checkpoint_every == 0:
+            ends = last or self._is_over()
+            if ends or course.step % settings.checkpoint_every == 0:
                 self._save()
-            if last or self._is_over() or course.step % _LOG_EVERY == 0:
-                rate = (course.step - tokens_since) * self._step_tokens / (time.perf_counter() - since)
-                logger.info("step %d of %d: loss %.4f, %.0f tokens/s", course.step, self.steps, loss, rate)
-                since, tokens_since = time.perf_counter(), course.step
-            progress(STAGE, course.step, self.steps)
+            if ends or course.step % _LOG_EVERY == 0:
+                made = course.step - first
+                left = (self.steps - course.step) * (time.perf_counter() - started) / made
+                speed = made * self._step_tokens / training
+                self._log("loss %.4f, %.0f tokens/s, about %.0f min left", loss, speed, left / 60)
+            self._report(progress)
         write_weights(self.model, self.best)
         self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         return DistilResult(tuple(course.curve), course.best_step, course.step * self._step_tokens, self.best)
+
+    def _report(self, progress: Progress) -> None:
+        if self.accelerator.is_main_process:
+            progress(STAGE, self.course.step, self.steps)
+
+    def _log(self, message: str, *arguments: float) -> None:
+        if self.accelerator.is_main_process:
+            logger.info("step %d of %d: " + message, self.course.step, self.steps, *arguments)  # noqa: G003
 
     @property
     def _step_tokens(self) -> int:
@@ -206,7 +218,7 @@ class DistilRun:
         else:
             course.best_step, course.stale = course.step, 0
             self.best = read_weights(self.model, self.names)
-        logger.info("step %d of %d: held-out KL %.4f nats a token", course.step, self.steps, held_out)
+        self._log("held-out KL %.4f nats a token", held_out)
 
     @torch.no_grad()
     def _held_out(self) -> float:
@@ -261,7 +273,7 @@ class DistilRun:
         for group, rate in zip(self.inner_optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
         self.course, self.best = Course.of(found.state), parts["best"]
-        logger.info("going on from step %d of %d", found.step, self.steps)
+        self._log("going on from a checkpoint")
         return True
 
 
