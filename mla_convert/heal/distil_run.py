@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 STAGE = "distil"
 _LOG_EVERY = 10
-_LOWER = "lower the learning rate; the last good checkpoint is kept"
+# A checkpoint is for a run with the same settings; with another rate it is not taken up.
+_LOWER = "start again with a lower learning rate and another output; the last good checkpoint stays as it is"
 
 
 @dataclass(frozen=True)
