@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from mla_convert.cli._options import Dtype, JsonOption, QuietOption, RevisionOption, TokenOption, VerboseOption
+from mla_convert.errors import CacheFullError, UsageError
+
+if TYPE_CHECKING:
+    from mla_kernels import KernelError
 
 Mode = Literal["auto", "absorbed", "expanded"]
 Backend = Literal["auto", "triton", "torch"]
+CacheDtype = Literal["auto", "fp8"]
 
 
 def generate(
@@ -55,7 +61,7 @@ def generate(
         typer.Option(help="What decodes a converted model: auto is the Triton kernel where a GPU has it, else torch."),
     ] = "auto",
     cache_dtype: Annotated[
-        Literal["auto", "fp8"],
+        CacheDtype,
         typer.Option(help="What a converted model's cache holds: auto is --dtype; fp8 is 8-bit latents with scales."),
     ] = "auto",
     batch_size: Annotated[
@@ -72,29 +78,32 @@ def generate(
     """Continue prompts.
 
     A converted model uses its latent cache, and the matrices of `mla-convert absorb` where they are there. It decodes
-    several prompts together, and stores and computes once what they begin with in common."""
+    several prompts together, and stores and computes once what they begin with in common.
+
+    Of several prompts, each is printed under a line `--- prompt 2 of 5 ---`, with its continuation right behind it and
+    an empty line before the next. Programs should take --json, which keeps prompts and continuations apart."""
     from mla_convert.cli._console import screen
 
     with screen(as_json=json, quiet=quiet, verbose=verbose) as out:
         import torch
 
-        from mla_convert.decode import generate_batch, read_prompts
-        from mla_convert.errors import UsageError
+        from mla_convert.decode import Sampling, check_prompts, generate_batch, read_prompts
         from mla_convert.evaluate import load_for_evaluation
         from mla_kernels import KernelError
 
         texts = [*(prompt or []), *(read_prompts(prompts) if prompts else [])]
         if not texts:
             raise UsageError("there is no prompt", "give --prompt TEXT, or --prompts FILE")
+        check_prompts(texts)
+        Sampling(temperature, top_p, seed).check()
         _check_device(device)
         out.silence_loading()
         loaded, tokenizer = load_for_evaluation(
             model, getattr(torch, dtype), revision=revision, token=token, device=device
         )
-        absorbed = _prepare(loaded, Path(model), mode, backend)
+        absorbed = _prepare(loaded, Path(model), mode, backend, cache_dtype)
         alone = len(texts) == 1
-        if alone and not json:
-            out.write(texts[0])
+        streamed = alone and not json
         try:
             answer = generate_batch(
                 loaded,
@@ -107,12 +116,17 @@ def generate(
                 chat=chat,
                 batch_size=batch_size,
                 cache_dtype=cache_dtype,
-                stream=out.write if alone and not json else None,
+                stream=out.write if streamed else None,
+                on_start=(lambda: out.write(texts[0])) if streamed else None,
             )
         except KernelError as error:
-            raise UsageError(error.what, error.remedy) from error
+            raise _without_kernel(error, loaded.decode_backend.name, cache_dtype) from error
+        except CacheFullError as error:
+            less = "lower --max-new-tokens or --batch-size"
+            more = less if cache_dtype == "fp8" else f"{less}, or give --cache-dtype fp8"
+            raise CacheFullError(error.message, more) from error
         if not alone:
-            out.write("\n\n".join(text + one.text for text, one in zip(texts, answer.generations, strict=True)))
+            out.write("\n\n".join(_headed(texts, [one.text for one in answer.generations])))
         out.line()
         results = [{"prompt": text, **asdict(one)} for text, one in zip(texts, answer.generations, strict=True)]
         out.result(
@@ -131,11 +145,27 @@ def generate(
         )
 
 
+def _headed(prompts: Sequence[str], texts: Sequence[str]) -> list[str]:
+    """Return each prompt with its continuation, under a line that counts it."""
+    return [
+        f"--- prompt {i} of {len(prompts)} ---\n{prompt}{text}"
+        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start=1)
+    ]
+
+
+def _without_kernel(error: KernelError, backend: str, cache_dtype: CacheDtype) -> UsageError:
+    """Return the error of a kernel, or of a cache's rows, with the options that do without."""
+    from mla_kernels import UnsupportedDeviceError
+
+    options = ["give --backend torch"] if backend == "triton" else []
+    if cache_dtype == "fp8" and not isinstance(error, UnsupportedDeviceError):
+        options.append("leave --cache-dtype out")
+    return UsageError(error.what, ", or ".join(options) or "give --mode expanded")
+
+
 def _check_device(device: str) -> None:
     """Raise UsageError for a device that is none, or that is not there."""
     import torch
-
-    from mla_convert.errors import UsageError
 
     try:
         place = torch.device(device)
@@ -150,17 +180,16 @@ def _check_device(device: str) -> None:
         )
 
 
-def _prepare(model: Any, folder: Path, mode: Mode, backend: Backend) -> bool:
+def _prepare(model: Any, folder: Path, mode: Mode, backend: Backend, cache_dtype: CacheDtype) -> bool:
     """Set how a converted model attends and attach its absorbed matrices; return whether there were any.
 
     Raises:
-        UsageError: a mode or a backend is asked of a model that was not converted to the native format.
+        UsageError: a mode, backend or cache dtype is asked of a model that was not converted to the native format.
     """
     from mla_convert.decode import attach_absorbed
-    from mla_convert.errors import UsageError
 
     if not hasattr(model, "set_attention_mode"):
-        for option, value in (("--mode", mode), ("--backend", backend)):
+        for option, value in (("--mode", mode), ("--backend", backend), ("--cache-dtype", cache_dtype)):
             if value != "auto":
                 raise UsageError(
                     f"{option} {value} needs a model of the native format, and {folder} is none",

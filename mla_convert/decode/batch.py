@@ -167,12 +167,14 @@ def pages_needed(prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_si
     What prompts begin with in common counts once, found as the cache will find it.
     """
     totals = [pages_for(len(prompt) + max_new_tokens - 1) for prompt in prompts]
-    plan = BlockAllocator(sum(totals))
+    # Only the prompts' full pages can be shared; the others, which new tokens may need any number of, are only counted.
+    plan = BlockAllocator(sum(len(prompt) // PAGE_TOKENS for prompt in prompts))
+    needed = 0
     for prompt, total in zip(prompts, totals, strict=True):
         pages = plan.find(prompt[:-1])
-        plan.share(pages)
-        known = len(pages)
-        pages += plan.allocate(total - known)
-        for i in range(known, len(prompt) // PAGE_TOKENS):
+        known, full = len(pages), len(prompt) // PAGE_TOKENS
+        needed += total - known
+        pages += plan.allocate(full - known)
+        for i in range(known, full):
             plan.register(pages[i], pages[i - 1] if i else None, prompt[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS])
-    return min(plan.used, sum(sorted(totals)[-batch_size:]))
+    return min(needed, sum(sorted(totals)[-batch_size:]))

@@ -12,6 +12,7 @@ import torch
 
 from mla_convert.decode.batch import Batch, pages_needed
 from mla_convert.decode.paged import CacheDtype, CacheStatistics, PagedLatentCache
+from mla_convert.decode.prompts import check_prompts
 from mla_convert.decode.sampling import Sampling
 from mla_convert.errors import UsageError
 
@@ -97,6 +98,7 @@ def generate_batch(
     cache: PagedLatentCache | None = None,
     cache_dtype: CacheDtype = "auto",
     stream: Callable[[str], None] | None = None,
+    on_start: Callable[[], None] | None = None,
 ) -> BatchGeneration:
     """Return the model's continuations of ``prompts``: greedy at temperature 0, else sampled.
 
@@ -109,27 +111,39 @@ def generate_batch(
     Args:
         chat: wrap each prompt as a user's turn in the tokenizer's chat template.
         cache: use and keep this cache, whose beginnings of earlier calls are then shared too; by default one of the
-            size that the prompts need is made.
-        cache_dtype: of the cache that is made.
+            size that the prompts need is made. It computes in the model's dtype.
+        cache_dtype: of the cache that is made; not with ``cache``, which has its own.
         stream: for one prompt alone: called with pieces of its text as they are ready.
+        on_start: called when all is checked and the cache is there, before anything is computed.
 
     Raises:
-        UsageError: an empty prompt, no chat template where one is asked for, or an option out of range.
-        CacheFullError: a prompt does not fit into ``cache``.
+        UsageError: an empty prompt, no chat template where one is asked for, more tokens than the model has positions,
+            a cache that is not the model's, or an option out of range.
+        CacheFullError: a prompt does not fit into ``cache``, or what the prompts need not into memory.
+        KernelError: the model's decode backend cannot run on its device or with its sizes.
     """
     sampling = Sampling(temperature, top_p, seed)
     _check(prompts, max_new_tokens, batch_size, sampling, stream)
     encoded = [_encode(tokenizer, prompt, chat) for prompt in prompts]
+    _check_positions(model, encoded, max_new_tokens)
     if not getattr(model, "supports_paged_cache", False):
         if cache is not None or cache_dtype != "auto":
             raise UsageError(
                 f"{type(model).__name__} does not decode on a paged cache",
                 "leave the cache's options out, or convert with --format native",
             )
+        if on_start is not None:
+            on_start()
         return _with_transformers(model, tokenizer, encoded, max_new_tokens, sampling, stream)
     if cache is None:
         pages = pages_needed(encoded, max_new_tokens, batch_size)
         cache = PagedLatentCache(model.config, pages, dtype=model.dtype, device=model.device, cache_dtype=cache_dtype)
+    else:
+        _check_cache(model, cache, cache_dtype)
+    if model.attention_mode != "expanded" and model.decode_backend.name == "triton":
+        cache.check_backend("triton", model.config.num_attention_heads)
+    if on_start is not None:
+        on_start()
     streamer = None if stream is None else _streamer(tokenizer, stream)
     if streamer is not None:
         streamer.put(torch.tensor(encoded[0]))
@@ -162,7 +176,7 @@ def _with_transformers(
 ) -> BatchGeneration:
     # What is not given here would come from the checkpoint's generation_config.
     options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if sampling.temperature > 0:
+    if not sampling.greedy:
         options = {
             "do_sample": True,
             "temperature": sampling.temperature,
@@ -204,10 +218,7 @@ def _check(
     sampling: Sampling,
     stream: Callable[[str], None] | None,
 ) -> None:
-    if not prompts:
-        raise UsageError("there is no prompt", "give at least one")
-    if not all(prompts):
-        raise UsageError("the prompt is empty", "give a prompt with some text")
+    check_prompts(prompts)
     if max_new_tokens < 1:
         raise UsageError(f"{max_new_tokens} new tokens is nothing to generate", "ask for at least 1 new token")
     if batch_size < 1:
@@ -215,6 +226,34 @@ def _check(
     if stream is not None and len(prompts) > 1:
         raise UsageError(f"the texts of {len(prompts)} prompts cannot be streamed as one", "stream one prompt")
     sampling.check()
+
+
+def _check_positions(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Raise UsageError where a prompt and its new tokens need more positions than the model has."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(len(prompt) for prompt in prompts)
+    if limit is None or longest + max_new_tokens <= limit:
+        return
+    room = limit - longest
+    raise UsageError(
+        f"a prompt of {longest} tokens and {max_new_tokens} new ones are more than the {limit} positions of the model "
+        "(max_position_embeddings)",
+        f"ask for at most {room} new tokens" if room > 0 else f"give prompts of less than {limit} tokens",
+    )
+
+
+def _check_cache(model: Any, cache: PagedLatentCache, cache_dtype: CacheDtype) -> None:
+    """Raise UsageError for a cache that is not of the model's dtype, or a dtype asked of it."""
+    if cache_dtype != "auto":
+        raise UsageError(
+            f"a cache dtype of {cache_dtype} cannot be asked of a cache that is given",
+            "leave cache_dtype out, or make the cache with it",
+        )
+    if cache.dtype != model.dtype:
+        raise UsageError(
+            f"the cache is for {cache.dtype}, and the model computes in {model.dtype}",
+            "make the cache with dtype=model.dtype",
+        )
 
 
 def _encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from mla_convert.decode.blocks import PAGE_TOKENS, BlockAllocator
 from mla_convert.decode.views import AttendingStep, GatheredSequence
-from mla_convert.errors import UsageError
+from mla_convert.errors import CacheFullError, UsageError
+from mla_kernels.decode import mla_decode
 from mla_kernels.fp8 import dequantize_latent, fp8_layout, quantize_latent
 
 CacheDtype = Literal["auto", "fp8"]
@@ -79,6 +81,7 @@ class PagedLatentCache:
 
     Raises:
         UsageError: there are no pages.
+        CacheFullError: the device has no memory for so many.
     """
 
     def __init__(
@@ -101,7 +104,15 @@ class PagedLatentCache:
         width, stored = self.rank + self.rope_dim, dtype
         if self.fp8:
             width, stored = fp8_layout(self.stored_rank, self.rope_dim).row_bytes, torch.uint8
-        self.pool = torch.empty(config.num_hidden_layers, pages, PAGE_TOKENS, width, dtype=stored, device=device)
+        shape = (config.num_hidden_layers, pages, PAGE_TOKENS, width)
+        try:
+            self.pool = torch.empty(shape, dtype=stored, device=device)
+        except (RuntimeError, MemoryError) as error:
+            raise CacheFullError(
+                f"{device} has no memory for a cache of {pages} pages of {PAGE_TOKENS} tokens, "
+                f"{math.prod(shape) * stored.itemsize} bytes",
+                "ask for fewer new tokens, or decode fewer prompts at once",
+            ) from error
         self.allocator = BlockAllocator(pages, PAGE_TOKENS)
         self._peak = self._pages_shared = self._computed = self._shared = 0
 
@@ -171,6 +182,15 @@ class PagedLatentCache:
         """Return latents [... C] with the zero channels that are stored after them."""
         missing = self.stored_rank - self.rank
         return torch.nn.functional.pad(latents, (0, missing)) if missing else latents
+
+    def check_backend(self, backend: Literal["triton", "torch"], heads: int) -> None:
+        """Attend to no tokens at all, so that a backend that cannot attend here fails before anything is computed.
+
+        Raises:
+            KernelError: it cannot.
+        """
+        query = torch.zeros(1, 1, heads, self.stored_rank + self.rope_dim, dtype=self.dtype, device=self.pool.device)
+        mla_decode(query, self.pool[0], self._int32([[0]]), self._int32([0]), self.stored_rank, 1.0, backend=backend)
 
     def statistics(self) -> CacheStatistics:
         """Return what the cache has held until now."""

@@ -18,6 +18,7 @@ from mla_convert.decode.batch import pages_needed
 from mla_convert.decode.sampling import Sampling
 from mla_convert.errors import CacheFullError, UsageError
 from mla_convert.mla import MLAForCausalLM
+from mla_kernels import UnsupportedDeviceError
 from tests.evaluate.models import byte_tokenizer, tiny_native
 from tests.tiny import tiny_llama, tiny_tokenizer
 
@@ -199,6 +200,47 @@ def test_pages_are_counted_for_what_runs_at_once() -> None:
     assert pages_needed([[7] * 64, [7] * 65], 1, batch_size=9) == 2
 
 
+def test_planning_takes_no_longer_for_more_new_tokens() -> None:
+    common = list(range(128))
+    prompts = [[*common, 200 + i] for i in range(4)]
+    tokens = 64 * 10**15
+    assert pages_needed(prompts, tokens, batch_size=4) == 2 + 4 * 10**15
+    assert pages_needed(prompts, tokens, batch_size=1) == 2 + 10**15
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+def test_a_pool_beyond_the_memory_is_refused_with_its_bytes(cache_dtype) -> None:
+    pages = 2**44
+    row = 3 * (10 + 4) if cache_dtype == "auto" else None
+    with pytest.raises(CacheFullError, match=f"no memory for a cache of {pages} pages .* bytes") as raised:
+        PagedLatentCache(model_of().config, pages, dtype=torch.bfloat16, cache_dtype=cache_dtype)
+    assert row is None or f" {2 * row * 64 * pages} bytes" in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("made", "options", "message"),
+    [
+        ({"dtype": torch.bfloat16}, {}, "the cache is for torch.bfloat16, and the model computes in torch.float32"),
+        ({"dtype": torch.bfloat16, "cache_dtype": "fp8"}, {}, "the cache is for torch.bfloat16"),
+        ({}, {"cache_dtype": "fp8"}, "dtype of fp8 cannot be asked"),
+        ({"cache_dtype": "fp8"}, {"cache_dtype": "fp8"}, "dtype of fp8 cannot be asked"),
+    ],
+)
+def test_a_cache_that_is_not_the_models_is_refused(tokenizer, made, options, message) -> None:
+    model, started = model_of(), []
+    cache = PagedLatentCache(model.config, 4, **made)
+    with pytest.raises(UsageError, match=message):
+        generate_batch(model, tokenizer, ["a"], cache=cache, on_start=lambda: started.append(1), **options)
+    assert not started
+
+
+def test_a_given_fp8_cache_is_used_as_one_that_is_made(tokenizer) -> None:
+    model = model_of()
+    cache = PagedLatentCache(model.config, 20, cache_dtype="fp8")
+    given = generate_batch(model, tokenizer, PROMPTS, max_new_tokens=6, cache=cache)
+    assert token_ids(given) == token_ids(generate_batch(model, tokenizer, PROMPTS, max_new_tokens=6, cache_dtype="fp8"))
+
+
 # -- ends and samples ----------------------------------------------------------------------------------------------
 
 
@@ -292,6 +334,59 @@ def test_other_models_have_no_paged_cache() -> None:
 def test_refuses_what_makes_no_sense(tokenizer, prompts, options, message) -> None:
     with pytest.raises(UsageError, match=message):
         generate_batch(model_of(), tokenizer, prompts, **options)
+
+
+def test_the_positions_of_the_model_bound_the_longest_prompt_with_its_new_tokens(tokenizer) -> None:
+    model = tiny_native(vocab_size=257, max_position_embeddings=70)
+    assert generate_batch(model, tokenizer, ["a", "x" * 64], max_new_tokens=6).generations
+    with pytest.raises(UsageError, match="64 tokens and 7 new ones are more than the 70 positions") as raised:
+        generate_batch(model, tokenizer, ["x" * 64, "a"], max_new_tokens=7)
+    assert raised.value.remedy == "ask for at most 6 new tokens"
+    with pytest.raises(UsageError, match="70 tokens and 1 new ones") as raised:
+        generate_batch(model, tokenizer, ["x" * 70], max_new_tokens=1)
+    assert raised.value.remedy == "give prompts of less than 70 tokens"
+
+
+def test_a_kernel_that_cannot_run_fails_before_the_start(tokenizer, monkeypatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model, started = model_of("kernel"), []
+    model.set_decode_backend("triton")
+    options = {"max_new_tokens": 2, "on_start": lambda: started.append(1)}
+    shapes = counted(model)
+    with pytest.raises(UnsupportedDeviceError, match="needs a GPU"):
+        generate_batch(model, tokenizer, ["a"], **options)
+    assert not started
+    assert not shapes
+    # expanded attention has no use for the kernel
+    model.set_attention_mode("expanded")
+    generate_batch(model, tokenizer, ["a"], **options)
+    assert started == [1]
+
+
+def test_the_start_is_told_before_anything_is_computed(tokenizer) -> None:
+    for model, words in ((model_of(), tokenizer), (tiny_llama(), tiny_tokenizer())):
+        seen: list[str] = []
+        embedding = model.model.embed_tokens
+        embedding.register_forward_hook(lambda *_, seen=seen: seen.append("computed"))
+        generate_batch(model, words, ["the", "cat"], max_new_tokens=2, on_start=lambda seen=seen: seen.append("start"))
+        assert seen[0] == "start"
+        assert seen.count("start") == 1
+        assert "computed" in seen
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-300, 1e-38, 1e-30])
+@pytest.mark.parametrize("top_p", [None, 0.5])
+def test_a_temperature_next_to_0_is_greedy(temperature, top_p) -> None:
+    logits = torch.tensor([[-900.0, 3.0, 4.0, -5.0], [800.0, 1e-3, 799.9, 0.0]])
+    sampling = Sampling(temperature, top_p)
+    generators = [sampling.generator(i, torch.device("cpu")) for i in range(2)]
+    assert sampling.choose(logits, generators) == [2, 0]
+
+
+@pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf")])
+def test_a_temperature_that_is_none_is_refused(temperature) -> None:
+    with pytest.raises(UsageError, match="temperature"):
+        Sampling(temperature).check()
 
 
 def test_logits_are_those_of_each_prompt_alone_to_rounding(tokenizer) -> None:
