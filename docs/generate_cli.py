@@ -17,7 +17,7 @@ from mla_convert.cli import app
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "cli.md"
 DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile")
-COMMANDS = ("inspect", "convert", "evaluate", "absorb", "generate")
+COMMANDS = ("inspect", "convert", "heal", "evaluate", "absorb", "generate")
 
 INTRODUCTION = """\
 # The command line
