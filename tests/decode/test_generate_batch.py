@@ -15,7 +15,6 @@ from mla_convert.decode import (
     save_absorbed,
 )
 from mla_convert.decode.batch import pages_needed
-from mla_convert.decode.sampling import Sampling
 from mla_convert.errors import CacheFullError, UsageError
 from mla_convert.mla import MLAForCausalLM
 from mla_kernels import UnsupportedDeviceError
@@ -99,9 +98,6 @@ def test_the_kernel_continues_as_torch_does(tokenizer, cache_dtype) -> None:
         found.append(token_ids(generate_batch(model, tokenizer, PROMPTS[1:3], **options)))
     assert found[0] == found[1]
     assert cache_dtype == "fp8" or found[0] == [alone(model, tokenizer, prompt, 3) for prompt in PROMPTS[1:3]]
-
-
-# -- the cache -----------------------------------------------------------------------------------------------------
 
 
 def counted(model: MLAForCausalLM) -> list[tuple[int, ...]]:
@@ -241,9 +237,6 @@ def test_a_given_fp8_cache_is_used_as_one_that_is_made(tokenizer) -> None:
     assert token_ids(given) == token_ids(generate_batch(model, tokenizer, PROMPTS, max_new_tokens=6, cache_dtype="fp8"))
 
 
-# -- ends and samples ----------------------------------------------------------------------------------------------
-
-
 def test_each_prompt_stops_at_its_own_end_and_makes_room(tokenizer) -> None:
     model = model_of()
     free = [alone(model, tokenizer, prompt, 20) for prompt in PROMPTS]
@@ -278,25 +271,6 @@ def test_a_sample_depends_on_seed_and_place_and_not_on_its_neighbours(tokenizer)
     single = generate(model, tokenizer, PROMPTS[0], max_new_tokens=16, temperature=1.0)
     assert list(single.token_ids) == together[0]
     assert torch.equal(torch.random.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(("top_p", "kept"), [(None, 4), (0.75, 2)])
-def test_samples_have_the_distribution_that_is_asked_for(top_p: float | None, kept: int) -> None:
-    probabilities = torch.tensor([0.1, 0.5, 0.3, 0.1])
-    draws = 4000
-    sampling = Sampling(temperature=0.5, top_p=top_p)
-    # At half the temperature a token of probability p has p² of what all have.
-    expected = probabilities**2 / (probabilities**2).sum()
-    keep = expected.argsort(descending=True)[:kept]
-    expected = torch.zeros(4).index_copy(0, keep, expected[keep] / expected[keep].sum())
-    generators = [sampling.generator(i, torch.device("cpu")) for i in range(draws)]
-    drawn = torch.tensor(sampling.choose(probabilities.log().expand(draws, 4), generators))
-    frequencies = drawn.bincount(minlength=4) / draws
-    # five standard deviations of a frequency
-    assert ((frequencies - expected).abs() <= 5 * (expected * (1 - expected) / draws).sqrt()).all()
-
-
-# -- other models and bad input ------------------------------------------------------------------------------------
 
 
 def test_other_models_go_through_transformers_one_by_one() -> None:
@@ -372,21 +346,6 @@ def test_the_start_is_told_before_anything_is_computed(tokenizer) -> None:
         assert seen[0] == "start"
         assert seen.count("start") == 1
         assert "computed" in seen
-
-
-@pytest.mark.parametrize("temperature", [1e-320, 1e-300, 1e-38, 1e-30])
-@pytest.mark.parametrize("top_p", [None, 0.5])
-def test_a_temperature_next_to_0_is_greedy(temperature, top_p) -> None:
-    logits = torch.tensor([[-900.0, 3.0, 4.0, -5.0], [800.0, 1e-3, 799.9, 0.0]])
-    sampling = Sampling(temperature, top_p)
-    generators = [sampling.generator(i, torch.device("cpu")) for i in range(2)]
-    assert sampling.choose(logits, generators) == [2, 0]
-
-
-@pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf")])
-def test_a_temperature_that_is_none_is_refused(temperature) -> None:
-    with pytest.raises(UsageError, match="temperature"):
-        Sampling(temperature).check()
 
 
 def test_logits_are_those_of_each_prompt_alone_to_rounding(tokenizer) -> None:
