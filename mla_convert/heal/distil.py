@@ -11,6 +11,7 @@ from accelerate import Accelerator, DistributedType
 from torch import Tensor
 
 from mla_convert.errors import HealError
+from mla_convert.heal.balance import balance
 from mla_convert.heal.checkpoint import Checkpoints
 from mla_convert.heal.data import HealingText
 from mla_convert.heal.distil_run import STAGE, DistilResult, DistilRun
@@ -31,10 +32,10 @@ def distil(
 ) -> DistilResult:
     """Minimise KL(teacher || student) at every position of ``text``'s training windows, in their order.
 
-    The student is trained in place and ends with the weights that had the lowest KL on the held-out windows. Devices,
-    processes and sharding are accelerate's. With ``checkpoints`` a run that was stopped goes on from its last one, on
-    the CPU in float32 to the same bits; the teacher's top tokens are kept there too. KL to the source's predictions
-    recovers more than cross-entropy on the text (X-EcoMLA, arXiv:2503.11132).
+    The student is trained in place, from factors of one size (`balance`), and ends with the weights that had the lowest
+    KL on the held-out windows. Devices, processes and sharding are accelerate's. With ``checkpoints`` a run that was
+    stopped goes on from its last one, on the CPU in float32 to the same bits; the teacher's top tokens are kept there
+    too. KL to the source's predictions recovers more than cross-entropy on the text (X-EcoMLA, arXiv:2503.11132).
 
     Args:
         student: a converted model in float32.
@@ -55,6 +56,7 @@ def distil(
             "checkpoints that resume exactly are not made under DeepSpeed", "choose FSDP in `accelerate config`"
         )
     with _prepared(student, settings) as trained:
+        balance(student)
         run = DistilRun(accelerator, student, teacher, text, settings, checkpoints, trained)
         with torch.random.fork_rng():
             return run.to_the_end(progress or silent)
