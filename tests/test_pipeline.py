@@ -99,9 +99,6 @@ def collections(monkeypatch) -> list[int]:
     return seen
 
 
-# -- interruption --------------------------------------------------------------------------------------------------
-
-
 def test_the_calibration_of_an_interrupted_run_is_used_by_the_next(request_for, monkeypatch, tmp_path, collections):
     straight = tmp_path / "straight"
     convert(request_for(out=straight))
@@ -177,9 +174,6 @@ def test_a_folder_that_fails_its_verification_is_not_left(request_for, monkeypat
     assert names(tmp_path) == [LEFT_OVER]
 
 
-# -- statistics given and kept -------------------------------------------------------------------------------------
-
-
 def test_saved_statistics_convert_again_without_calibration(request_for, tmp_path, collections) -> None:
     file = tmp_path / "kept" / "statistics.safetensors"
     first = convert(request_for(save_statistics=file))
@@ -220,9 +214,6 @@ def test_damaged_statistics_are_refused_before_any_work(request_for, tmp_path, c
     assert names(tmp_path) == ["statistics.safetensors"]
 
 
-# -- seeds ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_same_seed_writes_the_same_bytes(request_for, tmp_path) -> None:
     for name, seed in (("one", 4), ("again", 4), ("other", 5)):
         torch.rand(3)  # the global generator is in another state each time
@@ -243,9 +234,6 @@ def test_shards_change_files_and_no_number(request_for, tmp_path) -> None:
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     assert parts.keys() == whole.keys()
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
-
-
-# -- what is recorded ----------------------------------------------------------------------------------------------
 
 
 def test_the_record_says_how_it_was_made(request_for, source, text, tmp_path) -> None:
@@ -299,9 +287,6 @@ def test_a_window_shorter_than_the_verification_text(request_for, tmp_path) -> N
     assert record["verification"]["max_logit_difference"] <= 1e-4
 
 
-# -- refusals come before work -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
@@ -347,9 +332,6 @@ def test_a_plan_reads_no_weights(request_for, monkeypatch) -> None:
     planned = plan(request_for())
     assert (planned.layers[0].kv_rank, planned.layers[0].rope_dim) == (20, 8)
     assert plan(replace(request_for(), kv_rank=None, rope_dim=None, cache=0.5)).ratio <= 0.5
-
-
-# -- what a run must not replace -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["source", "statistics", "weights", "folder", "note"])

@@ -84,9 +84,6 @@ def planned(source: SourceSpec, recipe: str = "default", **sizes: Any) -> Conver
     return make_plan(source, recipe=load_recipe(recipe), **sizes)
 
 
-# -- budgets -------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     kv_heads=st.integers(1, 8),
@@ -162,9 +159,6 @@ def test_transmlas_recipe_keeps_one_slot_for_each_pair() -> None:
         assert planned(spec(), "transmla", cache=share).layers[0].rope_dim == 64
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.0001, float("nan"), float("inf")])
 def test_a_share_out_of_range(share: float) -> None:
     with pytest.raises(PlanError, match="not above 0 and at most 1"):
@@ -220,9 +214,6 @@ def test_the_largest_rank_is_what_linear_algebra_allows() -> None:
         residual[:rope, :rope] = 0  # rope of the key's width directions keep their rotation
         rows[:width] = residual @ rows[:width]
         assert largest_rank(source, rope) == torch.linalg.matrix_rank(rows).item()
-
-
-# -- a stock class's frequencies -----------------------------------------------------------------------------------
 
 
 def stock_frequencies(theta: float, dim: int) -> torch.Tensor:

@@ -44,8 +44,6 @@ def converted(c: Case, rank: int, rope_dim: int, how: Recipe, **options: Any):
     return convert_layer(c.weights, c.statistics, c.rope, MLAShape(rank, rope_dim, dim, dim), how, **options)
 
 
-# -- nothing lost --------------------------------------------------------------------------------------------------
-
 SHAPES = {
     "mha": {"heads": 3, "groups": 3},
     "gqa": {"heads": 4, "groups": 2},
@@ -96,9 +94,6 @@ def test_any_input_is_answered_exactly_not_only_the_calibrations(how: str) -> No
     found = converted(c, 12, 12, RECIPES[how])
     for mine, theirs in zip(mla_answers(found.weights, c.rope, x), source_answers(c, x), strict=True):
         assert relative(mine, theirs) <= EXACT
-
-
-# -- what stands for the rotation ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["fisher", "attention", "identity"])
@@ -153,9 +148,6 @@ def test_mean_constants_beat_none_on_the_rotations_they_are_the_mean_of() -> Non
     assert errors["attention"] < 0.9 * errors["identity"]
 
 
-# -- slots ---------------------------------------------------------------------------------------------------------
-
-
 def test_slots_keep_the_sources_frequencies() -> None:
     c = case()
     found = converted(c, 8, 8, RECIPES["fisher"])
@@ -188,9 +180,6 @@ def test_costs_predict_what_is_moved() -> None:
     for slots in range(13):
         moved = converted(c, 8, 2 * slots, RECIPES["fisher"]).errors["moved"]
         assert moved == pytest.approx((ranked[slots:].sum() / ranked.sum()).item(), abs=1e-10)
-
-
-# -- what the errors say -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("moment", ["plain", "attended"])
@@ -258,9 +247,6 @@ def test_any_sizes_convert_to_the_sizes_asked_for(groups, group, dim, width, bia
     assert (w.b_dkv is None) == (not biased)
 
 
-# -- what is missing -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", list(RECIPES))
 def test_statistics_that_are_missing_are_asked_for(how: str) -> None:
     c = case()
@@ -280,9 +266,6 @@ def test_the_source_is_left_as_it_was() -> None:
     before = {name: t.clone() for name, t in vars(c.weights).items()}
     converted(c, 8, 4, RECIPES["mixed"])
     assert all(torch.equal(t, before[name]) for name, t in vars(c.weights).items())
-
-
-# -- what keeps directions that the text never used ----------------------------------------------------------------
 
 
 def test_a_prior_is_the_gram_matrix_of_the_weights_at_its_share_of_the_trace() -> None:

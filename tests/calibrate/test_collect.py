@@ -24,9 +24,6 @@ from tests.tiny import VOCAB_SIZE, save_source, tiny_llama
 FORWARD = 2e-5
 
 
-# -- forward moments -----------------------------------------------------------------------------------------------
-
-
 def test_the_decoder_by_hand_is_the_model(tiny: Tiny) -> None:
     """What the other tests lean on."""
     tokens = contexts(1)
@@ -113,9 +110,6 @@ def test_mean_rotation_lies_in_the_unit_disc_and_is_one_where_nothing_turns(gqa:
         assert (rotation[:, 0] - 1).abs().min() > 0.05
 
 
-# -- merging -------------------------------------------------------------------------------------------------------
-
-
 def test_two_halves_merge_to_the_whole(gqa: Tiny) -> None:
     tokens = contexts(6)
     whole = collect(gqa.model, gqa.spec, tokens, gradients=False, seed=0)
@@ -127,9 +121,6 @@ def test_two_halves_merge_to_the_whole(gqa: Tiny) -> None:
         for name in ("key_value", "attended", "query", "rotation", "query_energy"):
             # the same float64 terms in another order of summation
             close(getattr(merged, name), getattr(expected, name), 1e-12)
-
-
-# -- what calibration leaves behind --------------------------------------------------------------------------------
 
 
 def state(model: PreTrainedModel) -> tuple[object, ...]:

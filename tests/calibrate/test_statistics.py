@@ -65,9 +65,6 @@ def same(first: object, second: object) -> bool:
     return first == second
 
 
-# -- sums and means ------------------------------------------------------------------------------------------------
-
-
 def test_merging_adds_every_sum() -> None:
     first, second = layer(1), layer(2)
     merged = merge(first, second)
@@ -123,9 +120,6 @@ def test_a_pair_without_energy_is_taken_not_to_turn() -> None:
     energy, rotation = statistics.query_energy.clone(), statistics.rotation.clone()
     energy[1, 2], rotation[1, 2] = 0.0, 0.0
     assert replace(statistics, query_energy=energy, rotation=rotation).mean_rotation[1, 2] == 1.0
-
-
-# -- the file ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -223,9 +217,6 @@ def test_nothing_in_the_file_tells_of_the_machine(saved: Path) -> None:
     assert set(metadata) == {"version", "provenance", "counts"}
     assert json.loads(metadata["provenance"])["text_ref"] == "text.txt"
     assert str(saved.parent) not in json.dumps(metadata)
-
-
-# -- whose they are ------------------------------------------------------------------------------------------------
 
 
 def test_statistics_of_another_source_or_without_gradients_are_refused(tmp_path: Path) -> None:

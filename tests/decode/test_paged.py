@@ -117,9 +117,6 @@ def test_what_is_stored_is_what_any_cache_stores() -> None:
             assert torch.equal(row, torch.cat((c_kv[t], k_rope[t])))
 
 
-# -- sharing -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("variant", ["plain", "biases", "windows", "all-windows", "no-rope"])
 def test_a_shared_beginning_is_stored_and_computed_once(variant: str) -> None:
     model, common = native(variant), ids(150)
@@ -210,9 +207,6 @@ def test_freed_pages_poisoned_with_nan_never_leak() -> None:
         cache.pool[:, freed] = float("nan")
 
 
-# -- failures ------------------------------------------------------------------------------------------------------
-
-
 def state(cache: PagedLatentCache, *sequences: CachedSequence) -> object:
     references = [cache.allocator.references(page) for page in range(cache.allocator.pages)]
     return references, cache.allocator.free, [(list(s.tokens), list(s.pages)) for s in sequences]
@@ -263,8 +257,6 @@ def test_a_cache_without_pages_is_refused() -> None:
     with pytest.raises(UsageError, match="0 pages"):
         PagedLatentCache(native().config, 0)
 
-
-# -- fp8 -----------------------------------------------------------------------------------------------------------
 
 # Rank 144 is a block of 128 channels and one of 16; e4m3 keeps 4 significant bits: half a step is 2^-4 relative.
 FP8_SIZES = {"kv_lora_rank": 144, "qk_rope_head_dim": 6}

@@ -38,9 +38,6 @@ def differing(model: Any, before: dict[str, Tensor]) -> set[str]:
     return {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
 
 
-# -- learning ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -102,9 +99,6 @@ def test_the_head_of_the_whole_vocabulary_on_disk_is_no_head(tmp_path):
     assert len(list((tmp_path / "teacher").iterdir())) == 8 + 3  # every window once, however often it was read
 
 
-# -- what is touched -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("variant", ["plain", "biases", "tied"])
 def test_mla_leaves_every_other_tensor_as_it_was(variant):
     student, teacher = student_and_teacher(variant)
@@ -133,9 +127,6 @@ def test_the_model_is_left_as_it_was_set_up():
     assert not any(getattr(module, "gradient_checkpointing", False) for module in student.modules())
     assert differing(teacher, before) == set()
     assert torch.equal(torch.get_rng_state(), state)
-
-
-# -- stopping ------------------------------------------------------------------------------------------------------
 
 
 def test_the_weights_are_the_best_ones_and_a_run_that_gets_worse_stops():
@@ -195,9 +186,6 @@ def test_a_full_disk_stops_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     assert checkpoints.load().step == 3
 
 
-# -- bad input -----------------------------------------------------------------------------------------------------
-
-
 def test_refuses_a_teacher_of_another_vocabulary():
     student, teacher = student_and_teacher()[0], native(vocab_size=VOCAB + 3)
     with pytest.raises(HealError, match="56 tokens and the model's 53") as raised:
@@ -247,9 +235,6 @@ def test_refuses_settings_out_of_range(changes):
     assert raised.value.remedy
 
 
-# -- what is told --------------------------------------------------------------------------------------------------
-
-
 def test_progress_and_log(caplog):
     student, teacher = student_and_teacher()
     seen: list[tuple[str, int, int]] = []
@@ -265,9 +250,6 @@ def test_the_rate_rises_and_falls_as_a_cosine():
     assert rates[:4] == pytest.approx([0.0, 1e-3, 2e-3, 3e-3])
     expected = [1.5e-3 * (1 + torch.cos(torch.tensor(torch.pi * i / 9)).item()) for i in range(9)]
     assert rates[3:] == pytest.approx(expected, rel=1e-5)
-
-
-# -- going on ------------------------------------------------------------------------------------------------------
 
 
 def test_a_finished_run_that_is_repeated_has_nothing_left_to_do(tmp_path):

@@ -176,8 +176,6 @@ def test_for_any_sizes_slots_reproduce_what_the_residual_leaves(pairs, groups, d
     )
 
 
-# -- what replaces a rotation --------------------------------------------------------------------------------------
-
 PAIRS, GROUPS, GROUP, SAMPLES = 3, 2, 3, 200
 
 

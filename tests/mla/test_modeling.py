@@ -123,9 +123,6 @@ def test_masks_hide_what_they_say_in_each_of_their_forms() -> None:
     assert torch.equal(mask_scores(scores[:, :, :1], None), scores[:, :, :1])
 
 
-# -- the cache -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_the_cache_holds_latent_and_rope_key_and_no_byte_more(mode: str) -> None:
     model, ids = native(), tokens(batch=3)
@@ -167,9 +164,6 @@ def test_a_window_bounds_the_cache() -> None:
     assert max(layer.keys.shape[2] for layer in cache.layers) <= 4
 
 
-# -- generation ----------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def greedy_by_hand(model: MLAForCausalLM, prompt: Tensor, count: int) -> list[int]:
     ids = prompt
@@ -200,9 +194,6 @@ def test_beams_carry_their_own_cache() -> None:
         options = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 1}
         found.append(model.generate(prompt, attention_mask=torch.ones_like(prompt), **options))
     assert torch.equal(*found)
-
-
-# -- absorption ----------------------------------------------------------------------------------------------------
 
 
 def weights_of(model: MLAForCausalLM, layer: int) -> MLAWeights:
@@ -242,9 +233,6 @@ def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="'latent'"):
         model.set_attention_mode("latent")
     assert {layer.self_attn.attention_mode for layer in model.model.layers} == {"auto"}
-
-
-# -- the rest of what transformers expects -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["expanded", "absorbed"])
