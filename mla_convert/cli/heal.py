@@ -59,7 +59,7 @@ def heal(
     layer_rate: Annotated[
         float, typer.Option(metavar="LR", help="layers: learning rate, as a share of each matrix's root mean square.")
     ] = 0.0003,
-    learning_rate: Annotated[float, typer.Option(metavar="LR", help="global: AdamW's, at the cosine's top.")] = 1e-4,
+    learning_rate: Annotated[float, typer.Option(metavar="LR", help="global: AdamW's, at the cosine's top.")] = 2e-5,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="global: contexts a process takes at once.")] = 1,
     accumulate: Annotated[int, typer.Option(metavar="N", min=1, help="global: such batches a step.")] = 1,
     parameters: Annotated[

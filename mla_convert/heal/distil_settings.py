@@ -31,7 +31,7 @@ class DistilSettings:
         seed: of the model's dropout, where it has any.
     """
 
-    learning_rate: float = 1e-4
+    learning_rate: float = 2e-5
     warmup: float = 0.05
     weight_decay: float = 0.0
     clip: float = 1.0
