@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.chosen import chosen_launch
 from benchmarks.floors import decode_work
 from benchmarks.gpu_checks import difference
 from benchmarks.gpu_sdpa import measure_sdpa
@@ -22,6 +21,8 @@ from benchmarks.inputs import PAGE, make_cache, softmax_scale
 from benchmarks.shapes import LayerShape
 from benchmarks.timing import Spread, call_times, repeats_within
 from mla_kernels import mla_decode
+from mla_kernels.checks import check_inputs
+from mla_kernels.choice import choose_launch
 from mla_kernels.fp8 import dequantize_latent, fp8_layout
 from mla_kernels.reference import reference_decode
 
@@ -148,13 +149,16 @@ def _measure(shape: LayerShape, batch: int, tokens: int, fp8: bool, device: torc
     row_bytes = _row_bytes(shape, fp8)
     work = decode_work(shape, batch, tokens, row_bytes, element_bytes=2, page=PAGE)
     source_bytes = shape.source_numbers * 2
+    launch = choose_launch(check_inputs(step.q, step.caches[0], step.table, step.lengths, shape.rank))
     return {
         "microseconds": Spread.of(samples).scaled(1e6),
         "bytes": work.nbytes,
         "flop": work.flop,
         "cache_row_bytes": row_bytes,
         "bytes_ratio": round(source_bytes / row_bytes, 3) if source_bytes else None,
-        **chosen_launch(step.q, step.caches[0], step.table, step.lengths, shape.rank),
+        "tile": list(astuple(launch.tile)),
+        "blocks_per_multiprocessor": launch.blocks_per_multiprocessor,
+        "num_splits": launch.splits,
         "caches_in_turn": step.turns.caches,
         "together_exceed_l2": step.turns.exceeds_l2,
         "samples": len(samples),

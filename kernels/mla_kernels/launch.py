@@ -10,13 +10,13 @@ import torch
 import triton
 from torch import Tensor
 
-from mla_kernels.backends import describe, interpreting
+from mla_kernels.backends import interpreting
 from mla_kernels.checks import DecodeInputs
+from mla_kernels.choice import choose_launch
 from mla_kernels.combine import combine_kernel
 from mla_kernels.errors import InvalidInputError
 from mla_kernels.kernel import decode_kernel
-from mla_kernels.splits import choose_splits
-from mla_kernels.tiles import blocks_per_multiprocessor, choose_tile, latent_chunks, padded_rope_dim, shared_memory
+from mla_kernels.tiles import latent_chunks, padded_rope_dim
 
 # Typed as what they are at run time: subscripted with a grid, called with compilation options.
 _decode: Any = decode_kernel
@@ -37,21 +37,11 @@ def triton_decode(
         UnsupportedShapeError: no tile fits the rank on this device.
         InvalidInputError: the batch is too large for a launch.
     """
-    device, multiprocessors = describe(inputs.q.device)
+    launch = choose_launch(inputs, num_splits)
+    tile, splits = launch.tile, launch.splits
     batch, queries, heads, _ = inputs.q.shape
     rank, rope_dim = inputs.latent.shape[-1], inputs.rope.shape[-1]
-    rows = queries * heads
-    fp8 = inputs.scales is not None
-    # Interpreted, every dtype is multiplied as float32, and large tiles are fast.
-    itemsize = 2 if interpreting() else inputs.q.itemsize
-    tile = choose_tile(device, rows, rank, rope_dim, itemsize=itemsize, fp8=fp8)
-    row_blocks = triton.cdiv(rows, tile.block_m)
-    if num_splits is None:
-        shared = shared_memory(device, tile, rank, rope_dim, itemsize=itemsize, fp8=fp8)
-        slots = multiprocessors * blocks_per_multiprocessor(device, tile, shared)
-        num_splits = choose_splits(
-            row_blocks, rows, batch, inputs.capacity, tile.block_n, rank, inputs.token_bytes, slots
-        )
+    rows, fp8 = queries * heads, inputs.scales is not None
     if batch > _GRID_LIMIT:
         raise InvalidInputError(f"a batch of {batch} is larger than a launch takes", f"split it: at most {_GRID_LIMIT}")
 
@@ -62,18 +52,18 @@ def triton_decode(
         out = torch.empty(batch, queries, heads, rank, dtype=q.dtype, device=q.device)
     out_rows = out.view(batch, rows, rank)
     lse = torch.empty(batch, rows, dtype=torch.float32, device=q.device)
-    if num_splits == 1:
+    if splits == 1:
         partial, partial_lse = out_rows[None], lse[None]
     else:
-        partial = torch.empty(num_splits, batch, rows, rank, dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty(num_splits, batch, rows, dtype=torch.float32, device=q.device)
+        partial = torch.empty(splits, batch, rows, rank, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(splits, batch, rows, dtype=torch.float32, device=q.device)
     causal = causal and queries > 1
     c0, c1, c2, c3 = latent_chunks(rank, fp8=fp8)
     # Where there are none, any tensor stands in: the kernel does not look.
     scales = inputs.latent if inputs.scales is None else inputs.scales
     table = inputs.lengths if inputs.block_table is None else inputs.block_table
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        _decode[(row_blocks, num_splits, batch)](
+        _decode[(launch.row_blocks, splits, batch)](
             q,
             inputs.latent,
             inputs.rope,
@@ -95,7 +85,7 @@ def triton_decode(
             rows,
             heads,
             queries,
-            num_splits,
+            splits,
             C=rank,
             C0=c0,
             C1=c1,
@@ -110,12 +100,12 @@ def triton_decode(
             CAUSAL=causal,
             WINDOW=inputs.window > 0,
             FP8=fp8,
-            PTX=not isinstance(device.arch, str) and not interpreting(),
+            PTX=not isinstance(launch.device.arch, str) and not interpreting(),
             UPCAST=interpreting(),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
-        if num_splits > 1:
+        if splits > 1:
             channels = min(_COMBINE_CHANNELS, triton.next_power_of_2(rank))
             _combine[(rows, triton.cdiv(rank, channels), batch)](
                 partial,
@@ -130,10 +120,10 @@ def triton_decode(
                 *out_rows.stride()[:2],
                 lse.stride(0),
                 queries,
-                num_splits,
+                splits,
                 C=rank,
-                SPLITS_PADDED=triton.next_power_of_2(num_splits),
-                BLOCK_S=min(_COMBINE_SPLITS, triton.next_power_of_2(num_splits)),
+                SPLITS_PADDED=triton.next_power_of_2(splits),
+                BLOCK_S=min(_COMBINE_SPLITS, triton.next_power_of_2(splits)),
                 BLOCK_C=channels,
                 BLOCK_N=tile.block_n,
                 CAUSAL=causal,

@@ -202,16 +202,16 @@ def test_several_queries_do_not_read_past_the_block_table(page: int) -> None:
 
 def test_splits_come_from_shapes_so_lengths_may_change_under_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A split count taken from the lengths of the capture is wrong at replay (vLLM pull request 51119)."""
-    from mla_kernels import launch
+    from mla_kernels import choice
 
     chosen: list[int] = []
-    choose = launch.choose_splits
+    choose = choice.choose_splits
 
     def recorded(*shapes: int) -> int:
         chosen.append(choose(*shapes))
         return chosen[-1]
 
-    monkeypatch.setattr(launch, "choose_splits", recorded)
+    monkeypatch.setattr(choice, "choose_splits", recorded)
     case = make_case(96, 16, 3, (1500, 300))
     # Pages that the first lengths use are all that the cache has.
     for lengths in ((1500, 300), (1, 0), (64, 65), (20, 299)):
