@@ -21,6 +21,9 @@ SourceArgument = Annotated[
 ConvertedArgument = Annotated[
     Path, typer.Argument(metavar="MODEL", help="A folder that `mla-convert convert` wrote.", show_default=False)
 ]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Replace OUT if it exists, once the new one is whole.")
+]
 RevisionOption = Annotated[
     str | None,
     typer.Option(metavar="REV", help="Branch, tag or commit of the model on the hub.", show_default=False),

@@ -10,6 +10,7 @@ import typer
 from mla_convert.cli._options import (
     Dtype,
     JsonOption,
+    OverwriteOption,
     QuietOption,
     RevisionOption,
     SourceArgument,
@@ -89,9 +90,7 @@ def convert(
     ] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file, as 500MB or 5GB.")] = "5GB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUT if it exists, once the new one is whole.")
-    ] = False,
+    overwrite: OverwriteOption = False,
     revision: RevisionOption = None,
     token: TokenOption = None,
     json: JsonOption = False,

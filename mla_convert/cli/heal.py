@@ -12,6 +12,7 @@ import typer
 from mla_convert.cli._options import (
     ConvertedArgument,
     JsonOption,
+    OverwriteOption,
     QuietOption,
     RevisionOption,
     TokenOption,
@@ -82,9 +83,7 @@ def heal(
         int, typer.Option(metavar="N", min=1, help="global: steps between checks on held-out text, and checkpoints.")
     ] = 50,
     seed: Annotated[int, typer.Option(metavar="N", min=0, max=2**32 - 1, help="Seed of the choice of contexts.")] = 0,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUT if it exists, once the new one is whole.")
-    ] = False,
+    overwrite: OverwriteOption = False,
     revision: RevisionOption = None,
     token: TokenOption = None,
     json: JsonOption = False,

@@ -16,7 +16,7 @@ from accelerate import PartialState
 from safetensors import safe_open
 from torch import Tensor
 
-from mla_convert.errors import FormatError, HealError, SourceError, UsageError
+from mla_convert.errors import FormatError, SourceError, UsageError
 from mla_convert.evaluate.load import NATIVE_MODEL_TYPE, folder_model_type, load_for_evaluation
 from mla_convert.export.folder import check_output, staged_folder
 from mla_convert.export.shards import ShardWriter
@@ -25,6 +25,7 @@ from mla_convert.heal.curve import write_curve
 from mla_convert.heal.data import HealingText, healing_text
 from mla_convert.heal.distil import DistilResult, DistilSettings, distil
 from mla_convert.heal.layers import LayerResult, LayerSettings, Streams, heal_layers, layers_of
+from mla_convert.heal.teacher import check_teacher, check_tokenizers
 from mla_convert.progress import Progress, silent
 from mla_convert.record import CARD_NAME, RECORD_NAME, json_safe, model_card
 
@@ -112,8 +113,11 @@ def heal(request: HealRequest, progress: Progress | None = None) -> HealResult:
     if model_type != NATIVE_MODEL_TYPE:
         raise FormatError(f"{request.model} holds a {model_type} model", "convert with --format native to heal it")
     student, tokenizer = load_for_evaluation(str(request.model), torch.float32)
-    teacher, _ = load_for_evaluation(request.teacher, torch.float32, revision=request.revision, token=request.token)
-    check_teacher(student, teacher, request)
+    teacher, its_tokenizer = load_for_evaluation(
+        request.teacher, torch.float32, revision=request.revision, token=request.token
+    )
+    check_teacher(student, teacher, hidden=request.stage != "global")
+    check_tokenizers(tokenizer, its_tokenizer)
     text = healing_text(
         tokenizer,
         request.texts,
@@ -166,21 +170,6 @@ def _origin(request: HealRequest, text: HealingText) -> dict[str, str]:
     )
 
 
-def check_teacher(student: Any, teacher: Any, request: HealRequest) -> None:
-    """Check that the student can have been made from the teacher.
-
-    Raises:
-        HealError: another vocabulary, width or number of layers.
-    """
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        mine, its = getattr(student.config, name), getattr(teacher.config, name)
-        if mine != its:
-            raise HealError(
-                f"{request.model} has a {name} of {mine}, the teacher {request.teacher} one of {its}",
-                "name the model that the folder was converted from; its conversion.json says which",
-            )
-
-
 def _stage_layers(
     request: HealRequest, student: Any, teacher: Any, text: HealingText, checkpoints: Checkpoints, report: Progress
 ) -> tuple[LayerResult, ...]:
@@ -217,11 +206,13 @@ def _stage_layers(
 
 
 def _write(request: HealRequest, student: Any, text: HealingText, result: HealResult) -> None:
-    """Write the healed model: the folder's own files, with the student's weights in the dtype they were stored in.
+    """Write the healed model: the folder's own files, with what was trained in the dtype it was stored in.
 
     Matrices made from the old weights (`absorb`) are left out, and so are measurements of the old model.
     """
-    weights = student.state_dict()
+    # The distilled weights are whole where the student's own are sharded.
+    changed = {name: value for name, value in student.state_dict().items() if ".self_attn." in name}
+    changed |= result.distil.weights if result.distil is not None else {}
     with staged_folder(request.out, request.overwrite) as folder:
         for file in sorted(request.model.iterdir()):
             if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
@@ -230,7 +221,8 @@ def _write(request: HealRequest, student: Any, text: HealingText, result: HealRe
             for shard in sorted(request.model.glob("model*.safetensors")):
                 with safe_open(shard, framework="pt") as tensors:
                     for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                        writer.add(name, weights[name].to(tensors.get_tensor(name).dtype))
+                        stored = tensors.get_tensor(name)
+                        writer.add(name, changed[name].to(stored.dtype) if name in changed else stored)
         if result.distil is not None:
             write_curve(folder, result.distil.curve)
         record = json.loads((request.model / RECORD_NAME).read_text(encoding="utf-8"))

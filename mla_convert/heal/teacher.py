@@ -111,9 +111,10 @@ def check_teacher(student: Any, teacher: Any, *, hidden: bool = False) -> None:
     shapes = [tuple(getattr(model.config, name) for name in names) for model in (student, teacher)]
     if hidden and shapes[0] != shapes[1]:
         raise HealError(
-            f"hidden states cannot be matched: the teacher has {shapes[1][0]} layers of width {shapes[1][1]}, the"
+            f"hidden states cannot be compared: the teacher has {shapes[1][0]} layers of width {shapes[1][1]}, the"
             f" model {shapes[0][0]} of {shapes[0][1]}",
-            "leave hidden-state matching out, or give the source that the model was converted from",
+            "give the source that the model was converted from, or do without what compares them: stage layers and"
+            " hidden-state matching",
         )
 
 
