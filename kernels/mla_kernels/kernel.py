@@ -9,6 +9,11 @@ arXiv 2205.14135), splitting over the cache that of Flash-Decoding; the absorbed
 import triton
 import triton.language as tl
 
+# What e4m3 codes are multiplied by after their bits are moved into a wider format: 2 to the difference of the biases of
+# the exponents. float16's is applied with the scale of a token, the other formats' at once.
+FLOAT16_FACTOR = tl.constexpr(2.0**8)
+WIDE_FACTOR = tl.constexpr(2.0**120)
+
 
 @triton.jit
 def _dot(a, b, acc, UPCAST: tl.constexpr):
@@ -41,9 +46,9 @@ def _load_latent(tokens, offset: tl.constexpr, columns, token_mask, C: tl.conste
 def _decode_codes(codes, DTYPE: tl.constexpr, PTX: tl.constexpr):
     """Return the values of e4m3 codes, exactly, by moving their bits into a wider format: no hardware support needed.
 
-    float16 gets 2^-8 of each value, which the caller puts into the scale; bfloat16 and float32 are multiplied by 2^120,
-    the difference of the exponents' biases. PTX does four codes at a time. It is marked impure so that the compiler
-    does not decode again for each of the tile's two uses, which would keep the codes out of the software pipeline.
+    float16 gets each value without FLOAT16_FACTOR, which the caller puts into the scale. PTX does four codes at a time.
+    It is marked impure so that the compiler does not decode again for each of the tile's two uses, which would keep the
+    codes out of the software pipeline.
     """
     if PTX and DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
@@ -101,10 +106,10 @@ def _decode_codes(codes, DTYPE: tl.constexpr, PTX: tl.constexpr):
     elif DTYPE == tl.bfloat16:
         bits = codes.to(tl.uint16)
         small = (((bits & 0x80) << 8) | ((bits & 0x7F) << 4)).to(tl.bfloat16, bitcast=True)
-        return small * tl.full([1, 1], 1.329227995784916e36, tl.bfloat16)
+        return small * tl.full([1, 1], WIDE_FACTOR, tl.bfloat16)
     else:
         bits = codes.to(tl.uint32)
-        return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * WIDE_FACTOR
 
 
 @triton.jit
@@ -274,7 +279,7 @@ def decode_kernel(
         scale3 = 1.0
         if FP8:
             scales = SCALES + holder * stride_sp + within * stride_st
-            factor: tl.constexpr = 256.0 if TILE_DTYPE == tl.float16 else 1.0
+            factor: tl.constexpr = FLOAT16_FACTOR if TILE_DTYPE == tl.float16 else 1.0
             scale0 = tl.load(scales, mask=valid, other=0.0) * factor
             k0 = _decode_codes(k0, TILE_DTYPE, PTX)
             if C1 > 0:

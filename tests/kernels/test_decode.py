@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from mla_kernels import merge_states, mla_decode
+from mla_kernels import kernel, merge_states, mla_decode
 from mla_kernels.combine import combine_kernel
 from mla_kernels.kernel import decode_kernel
 from tests.kernels.cases import DEVICE, Case, assert_matches, make_case
@@ -130,6 +132,25 @@ def test_every_finite_fp8_code_is_decoded_exactly() -> None:
         case.kv_cache[:, 0, 16:20] = torch.tensor([1.0]).view(torch.uint8).to(DEVICE)
         out, _ = case.run(num_splits=1)
         assert torch.equal(out[:, 0, 0].cpu().float(), codes.view(torch.float8_e4m3fn).float())
+
+
+@triton.jit
+def decode_all_codes(CODES, OUT, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    row = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(OUT + row, kernel._decode_codes(tl.load(CODES + row), DTYPE, PTX))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_codes_are_decoded_in_the_format_of_the_query(dtype: torch.dtype) -> None:
+    """The interpreter multiplies in float32 and so decodes to it: here the other formats decode too."""
+    if dtype == torch.bfloat16 and DEVICE.type != "cuda":
+        pytest.skip("the interpreter keeps bfloat16 as integers")
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16)
+    codes[codes & 0x7F == 0x7F] = 0
+    out = torch.empty(16, 16, dtype=dtype, device=DEVICE)
+    decode_all_codes[(1,)](codes, out, getattr(tl, str(dtype).split(".")[1]), DEVICE.type == "cuda")
+    factor = kernel.FLOAT16_FACTOR.value if dtype == torch.float16 else 1.0
+    assert torch.equal(out.float() * factor, codes.view(torch.float8_e4m3fn).float())
 
 
 def test_parts_of_a_cache_merge_into_the_whole() -> None:
