@@ -21,7 +21,7 @@ from mla_convert.calibrate.statistics import (
     load_statistics,
     save_statistics,
 )
-from mla_convert.calibrate.text import BUILTIN_TEXT, read_text, uniform_windows, windows
+from mla_convert.calibrate.text import BUILTIN_TEXT, joint_digest, mixed_windows, read_text, uniform_windows
 from mla_convert.errors import StatisticsError, UsageError
 from mla_convert.export.deepseek import check_deepseek, longrope_parameters, write_deepseek
 from mla_convert.export.folder import check_output, staged_folder
@@ -70,7 +70,7 @@ class ConvertRequest:
     rope_dim: int | None = None
     format: OutputFormat = "native"
     stock_rope: StockRope = "default"
-    calibration: str | None = None
+    calibration: tuple[str, ...] = ()
     calibration_tokens: int | None = None
     seed: int = 0
     dtype: str | None = None
@@ -209,9 +209,9 @@ def _check_files(request: ConvertRequest, recipe: Recipe) -> None:
         UsageError: one is, or an option asks for statistics that the run does not collect.
     """
     out, source = Path(request.out).resolve(), Path(request.source).resolve()
-    read_or_kept = {
+    read_or_kept: dict[str, str | Path | None] = {
+        **{f"the calibration text {ref}": ref for ref in request.calibration},
         "the source": request.source,
-        "the calibration text": request.calibration,
         "--statistics": request.statistics,
         "--save-statistics": request.save_statistics,
     }
@@ -242,11 +242,15 @@ def _statistics(
         given = load_statistics(request.statistics)
         given.check(digests, source.spec, gradients=recipe.needs_gradients)
         return given
-    text = read_text(request.calibration or BUILTIN_TEXT)
+    texts = [read_text(ref) for ref in request.calibration or (BUILTIN_TEXT,)]
     tokens = request.calibration_tokens or recipe.calibration.tokens
     context = min(recipe.calibration.context, source.spec.max_position_embeddings)
-    contexts = windows(
-        source.load_tokenizer(), text.text, context=min(context, tokens), max_tokens=tokens, seed=request.seed
+    contexts = mixed_windows(
+        source.load_tokenizer(),
+        texts,
+        context=min(context, max(1, tokens // len(texts))),
+        max_tokens=tokens,
+        seed=request.seed,
     )
     noise = None
     if recipe.factorise.noise > 0:
@@ -255,8 +259,8 @@ def _statistics(
         noise = uniform_windows(vocabulary, count=count, context=context, seed=request.seed)
     provenance = Provenance(
         source_digests=digests,
-        text_ref=text.ref,
-        text_digest=text.digest,
+        text_ref=" + ".join(text.ref for text in texts),
+        text_digest=joint_digest(texts),
         tokens=contexts.numel(),
         context=contexts.shape[1],
         seed=request.seed,

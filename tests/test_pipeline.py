@@ -51,7 +51,7 @@ def request_for(source: Path, text: Path, tmp_path: Path) -> Callable[..., Conve
             "out": tmp_path / "out",
             "kv_rank": 20,
             "rope_dim": 8,
-            "calibration": str(text),
+            "calibration": (str(text),),
             "calibration_tokens": 512,
         }
         return ConvertRequest(**fields | changes)
@@ -132,10 +132,10 @@ def test_a_calibration_on_another_text_or_source_is_not(request_for, monkeypatch
     other = tmp_path / "other.txt"
     other.write_text(text.read_text().replace("cat", "dog"))
     with Interrupted(monkeypatch), pytest.raises(KeyboardInterrupt):
-        convert(request_for(calibration=str(other)))
+        convert(request_for(calibration=(str(other),)))
     assert len(collections) == 2
     elsewhere = save_source(tiny_llama(seed=1), tmp_path / "elsewhere")
-    convert(request_for(calibration=str(other), source=str(elsewhere)))
+    convert(request_for(calibration=(str(other),), source=str(elsewhere)))
     assert len(collections) == 3
 
 
@@ -177,7 +177,7 @@ def test_a_folder_that_fails_its_verification_is_not_left(request_for, monkeypat
 def test_saved_statistics_convert_again_without_calibration(request_for, tmp_path, collections) -> None:
     file = tmp_path / "kept" / "statistics.safetensors"
     first = convert(request_for(save_statistics=file))
-    again = convert(request_for(out=tmp_path / "again", statistics=file, calibration="./absent.txt", seed=9))
+    again = convert(request_for(out=tmp_path / "again", statistics=file, calibration=("./absent.txt",), seed=9))
     assert len(collections) == 1
     assert weights(tmp_path / "again") == weights(tmp_path / "out")
     assert again["calibration"] == first["calibration"]
@@ -264,7 +264,7 @@ def test_the_record_says_how_it_was_made(request_for, source, text, tmp_path) ->
 
 
 def test_no_calibration_is_recorded_where_none_was_made(request_for, collections, monkeypatch) -> None:
-    record = convert(request_for(recipe="exact", kv_rank=None, rope_dim=None, cache=1.0, calibration=None))
+    record = convert(request_for(recipe="exact", kv_rank=None, rope_dim=None, cache=1.0, calibration=()))
     assert collections == []
     assert record["calibration"] is None
     assert record["seeds"] == {}
@@ -294,7 +294,7 @@ def test_a_window_shorter_than_the_verification_text(request_for, tmp_path) -> N
         ({"max_shard_size": "many"}, MLAConvertError),
         ({"kv_rank": 1000}, PlanError),
         ({"kv_rank": None, "rope_dim": None, "cache": 2.0}, PlanError),
-        ({"calibration": "./absent.txt"}, TextError),
+        ({"calibration": ("./absent.txt",)}, TextError),
     ],
     ids=str,
 )

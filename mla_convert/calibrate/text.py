@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -94,6 +95,32 @@ def windows(
         generator = torch.Generator().manual_seed(seed)
         contexts = contexts[torch.randperm(available, generator=generator)]
     return contexts[:wanted].contiguous()  # pyright: ignore[reportReturnType]
+
+
+def joint_digest(texts: Sequence[Text]) -> str:
+    """Return one digest for several texts; a single text's is its own."""
+    if len(texts) == 1:
+        return texts[0].digest
+    return hashlib.sha256(" ".join(text.digest for text in texts).encode()).hexdigest()
+
+
+def mixed_windows(tokenizer: Any, texts: Sequence[Text], *, context: int, max_tokens: int, seed: int) -> LongTensor:
+    """Return a seeded sample of contexts of several texts, which take turns: [n context], n·context <= ``max_tokens``.
+
+    Every text gives an equal share of ``max_tokens``, or all it has. With one text this is `windows` with a seed.
+
+    Raises:
+        TextError: a text is too short for one context, or ``max_tokens`` for one of each.
+    """
+    if max_tokens < len(texts) * context:
+        raise TextError(
+            f"{max_tokens} tokens do not fill one context of {context} from each of {len(texts)} texts",
+            "raise the token limit, shorten the context or give fewer texts",
+        )
+    share = max_tokens // len(texts)
+    rows = [windows(tokenizer, text.text, context=context, max_tokens=share, seed=seed).unbind() for text in texts]
+    turns = [row for turn in zip_longest(*rows) for row in turn if row is not None]
+    return cast("LongTensor", torch.stack(turns))
 
 
 def _read_builtin(ref: str) -> str:

@@ -63,9 +63,14 @@ def convert(
         ),
     ] = "default",
     calibration: Annotated[
-        str,
-        typer.Option(metavar="TEXT", help="A UTF-8 file, builtin:pydoc, or a dataset as ID[:CONFIG][@SPLIT][#COLUMN]."),
-    ] = "builtin:pydoc",
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="A UTF-8 file, builtin:pydoc, or a dataset as ID[:CONFIG][@SPLIT][#COLUMN]; may be given several "
+            "times.",
+            show_default="builtin:pydoc",
+        ),
+    ] = None,
     calibration_tokens: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Tokens to calibrate on.", show_default="the recipe's"),
@@ -118,7 +123,7 @@ def convert(
             rope_dim=rope_dim,
             format=format,
             stock_rope=stock_rope,
-            calibration=calibration,
+            calibration=tuple(calibration or ()),
             calibration_tokens=calibration_tokens,
             seed=seed,
             dtype=dtype,

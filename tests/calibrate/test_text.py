@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_convert.calibrate import text as text_module
-from mla_convert.calibrate.text import read_text, uniform_windows, windows
+from mla_convert.calibrate.text import Text, joint_digest, mixed_windows, read_text, uniform_windows, windows
 from mla_convert.errors import TextError
 from tests.evaluate.models import byte_tokenizer
 
@@ -209,3 +209,36 @@ def test_uniform_windows_are_seeded_and_reach_the_whole_vocabulary():
     assert not torch.equal(drawn, uniform_windows(50, count=20, context=100, seed=4))
     # 2000 draws of 50 tokens leave one out with a probability of 50 * 0.98**2000, below 1e-15
     assert torch.equal(drawn.unique(), torch.arange(50))
+
+
+def test_several_texts_take_turns_in_equal_shares(tokenizer):
+    texts = [Text(name, letter * 40, name) for name, letter in (("a", "a"), ("b", "b"))]
+    rows = mixed_windows(tokenizer, texts, context=4, max_tokens=24, seed=0)
+    assert rows.shape == (6, 4)
+    ids = [tokenizer(letter)["input_ids"][0] for letter in "ab"]
+    assert rows[:, 0].tolist() == ids * 3
+
+
+def test_a_text_that_is_shorter_than_its_share_gives_all_it_has(tokenizer):
+    texts = [Text("a", "a" * 8, "a"), Text("b", "b" * 80, "b")]
+    rows = mixed_windows(tokenizer, texts, context=4, max_tokens=40, seed=0)
+    counts = [(rows[:, 0] == tokenizer(letter)["input_ids"][0]).sum().item() for letter in "ab"]
+    assert counts == [2, 5]
+
+
+def test_one_text_is_sampled_as_by_itself(tokenizer):
+    text = Text("a", "abcdefghijklmnopqrstuvwxyz", "a")
+    mixed = mixed_windows(tokenizer, [text], context=4, max_tokens=12, seed=3)
+    assert torch.equal(mixed, windows(tokenizer, text.text, context=4, max_tokens=12, seed=3))
+
+
+def test_every_text_needs_room_for_a_context(tokenizer):
+    with pytest.raises(TextError, match="one context of 4 from each of 2 texts"):
+        mixed_windows(tokenizer, [Text("a", "a" * 40, "a"), Text("b", "b" * 40, "b")], context=4, max_tokens=7, seed=0)
+
+
+def test_texts_have_one_digest_that_knows_each_of_them():
+    first, second, third = (Text(name, name, hashlib.sha256(name.encode()).hexdigest()) for name in "abc")
+    assert joint_digest([first]) == first.digest
+    digests = {joint_digest(texts) for texts in ([first, second], [second, first], [first, third], [first])}
+    assert len(digests) == 4

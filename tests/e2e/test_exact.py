@@ -131,7 +131,9 @@ def test_calibrated_recipes_are_exact_at_full_size(family: str, recipe: str, tex
     spec = open_source(str(save_source(model, tmp_path / "source"))).spec
     rope_dim = spec.num_kv_heads * spec.head_dim
     sizes = {"kv_rank": largest_rank(spec, rope_dim), "rope_dim": rope_dim}
-    folder, record = converted(model, tmp_path, recipe=recipe, **sizes, calibration=str(text), calibration_tokens=2048)
+    folder, record = converted(
+        model, tmp_path, recipe=recipe, **sizes, calibration=(str(text),), calibration_tokens=2048
+    )
     native = AutoModelForCausalLM.from_pretrained(folder)
     assert difference(logits(native), logits(model)) <= TO_SOURCE
     assert both_forms_agree(native)
@@ -170,7 +172,7 @@ def test_stock_slots_turn_at_frequencies_of_the_source(family: str, rope_dim: in
         kv_rank=24,
         rope_dim=rope_dim,
         format="deepseek",
-        calibration=str(text),
+        calibration=(str(text),),
         calibration_tokens=1024,
     )
     stock = AutoModelForCausalLM.from_pretrained(folder)
@@ -203,7 +205,7 @@ def test_any_sizes_keep_their_promised_cache(sizes: tuple[int, ...], biased: boo
         bias=biased, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=dim, hidden_size=width
     )
     folder, record = converted(
-        model, tmp_path, kv_rank=rank, rope_dim=rope_dim, calibration=str(text), calibration_tokens=1024
+        model, tmp_path, kv_rank=rank, rope_dim=rope_dim, calibration=(str(text),), calibration_tokens=1024
     )
     native = AutoModelForCausalLM.from_pretrained(folder)
     assert cache_bytes_per_token(native) == record["plan"]["cache"]["bytes_per_token"] == 2 * (rank + rope_dim) * 4
@@ -214,7 +216,7 @@ def test_any_sizes_keep_their_promised_cache(sizes: tuple[int, ...], biased: boo
 
 def test_a_thousand_tokens_are_cached_in_the_promised_bytes(tmp_path: Path, text: Path) -> None:
     model = tiny_llama(max_position_embeddings=2048)
-    folder, _ = converted(model, tmp_path, cache=0.5, calibration=str(text), calibration_tokens=1024)
+    folder, _ = converted(model, tmp_path, cache=0.5, calibration=(str(text),), calibration_tokens=1024)
     native = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.randint(2, VOCAB_SIZE, (1, 1000), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -236,7 +238,7 @@ def test_a_larger_cache_predicts_smaller_errors(tmp_path: Path, text: Path) -> N
                 out=tmp_path / str(rank),
                 kv_rank=rank,
                 rope_dim=8,
-                calibration=str(text),
+                calibration=(str(text),),
                 calibration_tokens=1024,
                 statistics=statistics if statistics.exists() else None,
                 save_statistics=None if statistics.exists() else statistics,
@@ -255,7 +257,7 @@ def test_full_size_is_exact_for_tokens_that_calibration_never_saw(tmp_path: Path
     source = str(save_source(model, tmp_path / "source"))
     convert(
         ConvertRequest(
-            source, tmp_path / "out", kv_rank=full, rope_dim=full, calibration=str(text), calibration_tokens=256
+            source, tmp_path / "out", kv_rank=full, rope_dim=full, calibration=(str(text),), calibration_tokens=256
         )
     )
     ids = torch.randint(VOCAB_SIZE, (2, 40), generator=torch.Generator().manual_seed(1))
