@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from torch import Tensor
+from torch import Tensor, nn
 
 from mla_convert.errors import HealError
 from mla_convert.heal.balance import balance
@@ -36,6 +36,7 @@ def distil(
     KL on the held-out windows. Devices, processes and sharding are accelerate's. With ``checkpoints`` a run that was
     stopped goes on from its last one, on the CPU in float32 to the same bits; the teacher's top tokens are kept there
     too. KL to the source's predictions recovers more than cross-entropy on the text (X-EcoMLA, arXiv:2503.11132).
+    With ``bf16`` the matrices that are not trained, and the teacher's, stay in bfloat16 afterwards.
 
     Args:
         student: a converted model in float32.
@@ -57,9 +58,20 @@ def distil(
         )
     with _prepared(student, settings) as trained:
         balance(student)
+        if settings.bf16 and accelerator.distributed_type != DistributedType.FSDP:  # which wants one dtype
+            for model in (student, teacher):
+                _halve(model, trained)
         run = DistilRun(accelerator, student, teacher, text, settings, checkpoints, trained)
         with torch.random.fork_rng():
             return run.to_the_end(progress or silent)
+
+
+def _halve(model: Any, trained: Mapping[str, Tensor]) -> None:
+    """Keep the frozen matrices of the layers in bfloat16, which autocast would make of them at every use."""
+    kept = {id(parameter) for parameter in trained.values()} | {id(model.get_input_embeddings().weight)}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and id(module.weight) not in kept:
+            module.to(torch.bfloat16)
 
 
 @contextmanager

@@ -20,12 +20,14 @@ from mla_convert.errors import FormatError, SourceError, UsageError
 from mla_convert.evaluate.load import NATIVE_MODEL_TYPE, folder_model_type, load_for_evaluation
 from mla_convert.export.folder import check_output, staged_folder
 from mla_convert.export.shards import ShardWriter
+from mla_convert.heal.balance import balance
 from mla_convert.heal.checkpoint import Checkpoints, fingerprint, weight_digests
 from mla_convert.heal.curve import write_curve
 from mla_convert.heal.data import HealingText, healing_text
 from mla_convert.heal.distil import DistilResult, DistilSettings, distil
 from mla_convert.heal.layers import LayerResult, LayerSettings, Streams, heal_layers, layers_of
 from mla_convert.heal.teacher import check_teacher, check_tokenizers
+from mla_convert.memory import keep_freed_memory
 from mla_convert.progress import Progress, silent
 from mla_convert.record import CARD_NAME, RECORD_NAME, json_safe, model_card
 
@@ -105,6 +107,7 @@ def heal(request: HealRequest, progress: Progress | None = None) -> HealResult:
         OutputError: the output exists or cannot be written.
     """
     report = progress or silent
+    keep_freed_memory()
     _check_processes(request)
     check_output(request.out, overwrite=request.overwrite)
     model_type = folder_model_type(str(request.model))
@@ -174,6 +177,7 @@ def _stage_layers(
     request: HealRequest, student: Any, teacher: Any, text: HealingText, checkpoints: Checkpoints, report: Progress
 ) -> tuple[LayerResult, ...]:
     """Heal the student's layers in place, going on where an earlier run was stopped; one checkpoint a layer."""
+    balance(student)
     results: list[LayerResult] = []
     healed: dict[str, Tensor] = {}
     resume: tuple[int, Streams] | None = None

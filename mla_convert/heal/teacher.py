@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,7 +63,8 @@ class Teacher:
         whole = [answer for answer in kept if answer is not None]
         joined = {name: torch.cat([answer[name] for answer in whole]).to(device) for name in whole[0]}
         indices = joined.get("indices")
-        return Targets(joined["log_p"], None if indices is None else indices.long(), joined.get("log_rest"))
+        indices = None if indices is None else indices.long()
+        return Targets(joined.get("logits"), joined.get("log_p"), indices, joined.get("log_rest"))
 
     @torch.no_grad()
     def _compute(self, input_ids: Int[Tensor, "B S"]) -> Targets:
@@ -71,7 +72,7 @@ class Teacher:
             outputs = self.model(input_ids=input_ids, use_cache=False, output_hidden_states=self.hidden)
         made = targets(outputs.logits, temperature=self.temperature, top_k=self.top_k)
         if self.hidden:
-            return Targets(made.log_p, made.indices, made.log_rest, tuple(outputs.hidden_states[1:]))
+            return replace(made, hidden=tuple(outputs.hidden_states[1:]))
         return made
 
     def _read(self, path: Path) -> dict[str, Tensor] | None:
@@ -134,7 +135,7 @@ def check_tokenizers(tokenizer: Any, teacher_tokenizer: Any) -> None:
 
 
 def _tensors(answer: Targets) -> dict[str, Tensor]:
-    named = {"log_p": answer.log_p, "log_rest": answer.log_rest}
+    named = {"logits": answer.logits, "log_p": answer.log_p, "log_rest": answer.log_rest}
     if answer.indices is not None:
         named["indices"] = answer.indices.to(torch.int32)
     return {name: value for name, value in named.items() if value is not None}

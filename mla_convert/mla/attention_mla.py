@@ -194,7 +194,10 @@ class MLAAttention(nn.Module):
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        return attend(
+        if self.config._attn_implementation == "sdpa" and value.device.type == "cpu":
+            # torch's fused attention for CPUs takes keys and values of one width only, and is twice as fast.
+            value = nn.functional.pad(value, (0, max(0, key.shape[-1] - self.v_head_dim)))
+        output, weights = attend(
             self,
             torch.cat((q_nope, q_rope), dim=-1),
             key,
@@ -204,6 +207,7 @@ class MLAAttention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
+        return output[..., : self.v_head_dim], weights
 
     def _attend_absorbed(self, q_nope, q_rope, c_kv, k_rope, attention_mask):
         """Scores q_latent·c + q_rope·k_rope with q_latent = W_UK^T q_nope; the up-projections never touch the cache."""

@@ -69,3 +69,15 @@ def test_hidden_distance_is_relative_and_a_mean_over_layers():
     target = [torch.ones(1, 2, 3), torch.full((1, 2, 3), 10.0)]
     states = [torch.full((1, 2, 3), 1.5), torch.full((1, 2, 3), 10.0)]
     assert hidden_distance(states, target).tolist() == [0.125]
+
+
+def test_the_gradient_over_a_whole_vocabulary_is_autograds():
+    """More positions than a block, and windows that count differently."""
+    generator = torch.Generator().manual_seed(3)
+    teacher, student = (torch.randn(2, 70, VOCAB, generator=generator, dtype=torch.float64).float() for _ in range(2))
+    weights = torch.tensor([1.0, -3.0])
+    found = [student.clone().requires_grad_() for _ in range(2)]
+    (divergence(found[0], targets(teacher, temperature=1.5, top_k=None), temperature=1.5) * weights).sum().backward()
+    log_p, log_q = ((x / 1.5).log_softmax(-1) for x in (teacher, found[1]))
+    (1.5**2 * (log_p.exp() * (log_p - log_q)).sum(-1).mean(-1) * weights).sum().backward()
+    torch.testing.assert_close(found[0].grad, found[1].grad, atol=1e-7, rtol=1e-4)
