@@ -66,6 +66,26 @@ class FactoriseRecipe:
 
 
 @dataclass(frozen=True)
+class AllocationRecipe:
+    """How a budget of C + R numbers becomes the sizes of layers; see `mla_convert.allocate`.
+
+    Attributes:
+        split: C against R in a layer: ``share`` (`DecoupleRecipe.rope_share`) or ``predicted`` (least predicted loss).
+        layers: ``uniform`` (C + R alike in all layers) or ``waterfill`` (the sum over layers, where it does most good).
+        step: numbers by which sizes differ, even.
+        moved_weight: weight of the cost of lost rotations against that of truncation. Half of the former is in the
+            latter's unit: it is that of a complex number, of which a score reads the real part.
+        spread: what ``waterfill`` gives a layer above the budget at most.
+    """
+
+    split: Literal["share", "predicted"]
+    layers: Literal["uniform", "waterfill"]
+    step: int
+    moved_weight: float
+    spread: int
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A named conversion method."""
 
@@ -74,6 +94,13 @@ class Recipe:
     calibration: CalibrationRecipe | None
     decouple: DecoupleRecipe
     factorise: FactoriseRecipe
+    allocation: AllocationRecipe | None = None
+
+    @property
+    def allocates(self) -> bool:
+        """Whether sizes are chosen after calibration."""
+        allocation = self.allocation
+        return allocation is not None and (allocation.split == "predicted" or allocation.layers == "waterfill")
 
     @property
     def needs_gradients(self) -> bool:
@@ -81,8 +108,9 @@ class Recipe:
         return self.decouple.constants == "fisher" or self.factorise.metric in ("fisher", "mixed")
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as it would stand in YAML."""
-        return asdict(self)
+        """The recipe as it would stand in YAML: without the sections for what it does not do."""
+        found = asdict(self)
+        return {name: value for name, value in found.items() if name != "allocation" or value is not None}
 
 
 class _Model(BaseModel):
@@ -110,12 +138,21 @@ class _Factorise(_Model):
     noise: float = Field(default=0.0, ge=0)
 
 
+class _Allocation(_Model):
+    split: Literal["share", "predicted"] = "share"
+    layers: Literal["uniform", "waterfill"] = "uniform"
+    step: int = Field(default=8, ge=2, multiple_of=2)
+    moved_weight: float = Field(default=0.5, ge=0)
+    spread: int = Field(default=64, ge=0)
+
+
 class _Recipe(_Model):
     name: str
     description: str
     calibration: _Calibration | None = None
     decouple: _Decouple
     factorise: _Factorise
+    allocation: _Allocation | None = None
 
 
 def available_recipes() -> tuple[str, ...]:
@@ -152,13 +189,30 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
         calibration=CalibrationRecipe(**parsed.calibration.model_dump()) if parsed.calibration else None,
         decouple=DecoupleRecipe(**parsed.decouple.model_dump()),
         factorise=FactoriseRecipe(**parsed.factorise.model_dump()),
+        allocation=AllocationRecipe(**parsed.allocation.model_dump()) if parsed.allocation else None,
     )
+    _check_allocation(recipe, path)
     if recipe.calibration is None and not _weights_suffice(recipe):
         raise RecipeError(
             f"the recipe {path} uses calibration statistics but has no calibration section",
             "add calibration: {tokens: ..., context: ...}",
         )
     return recipe
+
+
+def _check_allocation(recipe: Recipe, path: Path) -> None:
+    if not recipe.allocates:
+        return
+    if not recipe.needs_gradients:
+        raise RecipeError(
+            f"the recipe {path} allocates sizes by predicted loss, which needs the loss's gradients",
+            "take decouple.constants or factorise.metric fisher, or leave allocation out",
+        )
+    if recipe.decouple.slots == "all":
+        raise RecipeError(
+            f"the recipe {path} keeps all slots, which leaves no sizes to allocate",
+            "take decouple.slots cost, or leave allocation out",
+        )
 
 
 def _weights_suffice(recipe: Recipe) -> bool:

@@ -26,6 +26,26 @@ LEAST_PRIOR = 1e-9
 
 
 @dataclass(frozen=True)
+class SplitLayer:
+    """A layer's keys and values y, parted into what keeps RoPE and what the latent is to hold.
+
+    Attributes:
+        constants: rho, which replaces rotations on the content path.
+        moment: E[y y^T] of keys (before RoPE) and values.
+        residual: the map from y to its content: the components of keys without a slot, and the values.
+        content_moment: E[y y^T] of the content.
+        output_metric: the weight of errors in the content.
+    """
+
+    slots: KeySlots
+    constants: Complex[Tensor, "H F"]
+    moment: Float[Tensor, "J J"]
+    residual: Float[Tensor, "J J"]
+    content_moment: Float[Tensor, "J J"]
+    output_metric: Float[Tensor, "J J"]
+
+
+@dataclass(frozen=True)
 class ConvertedLayer:
     """A layer's MLA weights (float64) and what the conversion predicts they cost.
 
@@ -61,6 +81,28 @@ def convert_layer(
     Raises:
         StatisticsError: the recipe needs statistics that are not there.
     """
+    split = split_layer(source, statistics, rope, shape.rope_dim, recipe, counts=counts)
+    factors = factorise_joint(
+        split.content_moment, split.output_metric, shape.kv_rank, damping=recipe.factorise.damping
+    )
+    weights = _assemble(source, rope, split.slots, split.constants, factors, split.residual)
+    return ConvertedLayer(weights, _errors(split.slots, factors, split.content_moment, split.moment))
+
+
+def split_layer(
+    source: AttentionWeights,
+    statistics: LayerStatistics | None,
+    rope: RopeSpec,
+    rope_dim: int,
+    recipe: Recipe,
+    *,
+    counts: Sequence[int] | None = None,
+) -> SplitLayer:
+    """Return the layer with `rope_dim`/2 slots chosen; see :func:`convert_layer`.
+
+    Raises:
+        StatisticsError: the recipe needs statistics that are not there.
+    """
     heads, groups = source.w_q.shape[0], source.w_k.shape[0]
     substitution = _substitution(statistics, rope, recipe, groups, heads)
     moment = _moment(source, statistics, recipe)
@@ -72,18 +114,15 @@ def convert_layer(
     slots = choose_slots(
         key_moment,
         metric,
-        shape.rope_dim // 2,
+        rope_dim // 2,
         damping=recipe.decouple.damping,
         one_per_pair=recipe.decouple.slots == "one_per_pair",
         counts=counts,
     )
-
     residual = torch.block_diag(real_operator(slots.residual), torch.eye(half, dtype=torch.float64))
     content_moment = residual @ moment @ residual.mT
     output_metric = _output_metric(source, statistics, substitution, content_moment, recipe)
-    factors = factorise_joint(content_moment, output_metric, shape.kv_rank, damping=recipe.factorise.damping)
-    weights = _assemble(source, rope, slots, substitution.constants, factors, residual)
-    return ConvertedLayer(weights, _errors(slots, factors, content_moment, moment))
+    return SplitLayer(slots, substitution.constants, moment, residual, content_moment, output_metric)
 
 
 def slot_costs(

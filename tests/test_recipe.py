@@ -100,10 +100,37 @@ def test_gradients_are_needed_by_what_uses_them(written, changes: dict[str, Any]
     assert load_recipe(written(content(**changes))).needs_gradients is needed
 
 
+def test_allocation_is_absent_unless_it_is_asked_for(written) -> None:
+    assert "allocation" not in load_recipe(written(content())).to_dict()
+    assert not load_recipe(written(content(allocation={"step": 4}))).allocates
+    said = {"split": "predicted", "layers": "waterfill", "step": 16, "moved_weight": 0.25, "spread": 32}
+    recipe = load_recipe(written(content(allocation=said)))
+    assert recipe.allocates
+    assert recipe.to_dict() == content(allocation=said)
+    for one in ({"split": "predicted"}, {"layers": "waterfill"}):
+        assert load_recipe(written(content(allocation=one))).allocates
+
+
+@pytest.mark.parametrize("allocation", [{"split": "predicted"}, {"layers": "waterfill"}])
+def test_allocation_without_gradients_or_without_a_choice_is_refused(written, allocation: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="gradients"):
+        load_recipe(written(content(allocation=allocation, factorise__metric="balanced")))
+    with pytest.raises(RecipeError, match="all slots"):
+        load_recipe(written(content(allocation=allocation, decouple__slots="all")))
+    assert load_recipe(written(content(allocation={}, factorise__metric="balanced"))).allocation is not None
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"ranks": 3}, "ranks"),
+        ({"allocation": {"step": 7}}, "allocation.step"),
+        ({"allocation": {"step": 0}}, "allocation.step"),
+        ({"allocation": {"spread": -8}}, "allocation.spread"),
+        ({"allocation": {"moved_weight": -0.5}}, "allocation.moved_weight"),
+        ({"allocation": {"split": "even"}}, "allocation.split"),
+        ({"allocation": {"layers": "greedy"}}, "allocation.layers"),
+        ({"allocation": {"ranks": [1]}}, "allocation.ranks"),
         ({"decouple__mixer": "real"}, "decouple.mixer"),
         ({"factorise__damping": -0.1}, "factorise.damping"),
         ({"factorise__prior": -1.0}, "factorise.prior"),
