@@ -125,11 +125,13 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
         )
 
     errors: list[dict[str, float]] = []
+    dampings: list[float] = []
 
     def layers() -> Iterator[tuple[int, MLAWeights]]:
         for i in range(source.spec.num_layers):
             layer = converted(i)
             errors.append(dict(layer.errors))
+            dampings.append(layer.damping)
             weights = layer.weights.to(torch.float32)
             del layer  # or it would live on while the next one is made
             yield i, weights
@@ -165,6 +167,7 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
             seeds={"calibration": used.seed} if used else {},
             calibration=CalibrationRecord(used.text_ref, used.text_digest, used.tokens) if used else None,
             layer_errors=errors,
+            dampings=dampings,
             timings=timings,
             verification=verification,
             notes=notes,
@@ -240,7 +243,7 @@ def _statistics(
     digests = source.digests()
     if request.statistics is not None:
         given = load_statistics(request.statistics)
-        given.check(digests, source.spec, gradients=recipe.needs_gradients)
+        given.check(digests, source.spec, gradients=recipe.needs_gradients, held_out=recipe.needs_held_out)
         return given
     texts = [read_text(ref) for ref in request.calibration or (BUILTIN_TEXT,)]
     tokens = request.calibration_tokens or recipe.calibration.tokens
@@ -266,6 +269,7 @@ def _statistics(
         seed=request.seed,
         gradients=recipe.needs_gradients,
         noise_tokens=0 if noise is None else noise.numel(),
+        held_out=recipe.needs_held_out,
     )
     statistics = _left_over(kept, provenance)
     if statistics is None:
@@ -276,6 +280,7 @@ def _statistics(
             contexts,
             gradients=recipe.needs_gradients,
             seed=request.seed,
+            held_out=recipe.needs_held_out,
             noise=noise,
             progress=progress,
         )

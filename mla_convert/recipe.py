@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from mla_convert.errors import RecipeError
 
@@ -51,7 +52,8 @@ class FactoriseRecipe:
             tokens at all (``weights``: the projections' own Gram matrix).
         metric: ``fisher`` (second moment of the loss's gradients), ``attention_output`` (queries and W_O), ``mixed``
             (the mean of both at equal trace), ``balanced`` (one factor for all keys, one for all values), ``identity``.
-        damping: of the metric, as a share of its mean eigenvalue.
+        damping: of the metric, as a share of its mean eigenvalue; of several candidates each layer takes the one with
+            the least error on contexts that calibration holds out.
         prior: how much of the weights' own Gram matrix is added to the moment, as a share of its trace: what white
             inputs would give, so that directions which the calibration text never used are not lost.
         noise: the weight, against the text's, of contexts of tokens drawn uniformly from the vocabulary, in the
@@ -60,9 +62,14 @@ class FactoriseRecipe:
 
     moment: Literal["attended", "plain", "weights"]
     metric: Literal["fisher", "attention_output", "mixed", "balanced", "identity"]
-    damping: float
+    damping: float | tuple[float, ...]
     prior: float
     noise: float
+
+    @property
+    def dampings(self) -> tuple[float, ...]:
+        """The candidates, in the recipe's order; one where a number is given."""
+        return self.damping if isinstance(self.damping, tuple) else (self.damping,)
 
 
 @dataclass(frozen=True)
@@ -105,11 +112,20 @@ class Recipe:
     @property
     def needs_gradients(self) -> bool:
         """Whether calibration makes a backward pass."""
-        return self.decouple.constants == "fisher" or self.factorise.metric in ("fisher", "mixed")
+        return (
+            self.decouple.constants == "fisher" or self.factorise.metric in ("fisher", "mixed") or self.needs_held_out
+        )
+
+    @property
+    def needs_held_out(self) -> bool:
+        """Whether calibration sets contexts aside, to choose among several dampings."""
+        return len(self.factorise.dampings) > 1
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as it would stand in YAML: without the sections for what it does not do."""
         found = asdict(self)
+        if isinstance(self.factorise.damping, tuple):
+            found["factorise"]["damping"] = list(self.factorise.damping)
         return {name: value for name, value in found.items() if name != "allocation" or value is not None}
 
 
@@ -133,9 +149,18 @@ class _Decouple(_Model):
 class _Factorise(_Model):
     moment: Literal["attended", "plain", "weights"] = "attended"
     metric: Literal["fisher", "attention_output", "mixed", "balanced", "identity"] = "mixed"
-    damping: float = Field(default=0.01, ge=0)
+    damping: float | tuple[float, ...] = 0.01
     prior: float = Field(default=0.0, ge=0)
     noise: float = Field(default=0.0, ge=0)
+
+    @field_validator("damping", mode="plain")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> float | tuple[float, ...]:
+        candidates = value if isinstance(value, list) else [value]
+        if not candidates or not all(type(number) in (int, float) and 0 <= number < math.inf for number in candidates):
+            raise ValueError("not a number of at least 0, nor a list of such numbers")
+        numbers = tuple(float(number) for number in candidates)
+        return numbers if isinstance(value, list) else numbers[0]
 
 
 class _Allocation(_Model):
@@ -222,6 +247,7 @@ def _weights_suffice(recipe: Recipe) -> bool:
         and decouple.constants == "one"
         and factorise.moment == "weights"
         and factorise.metric == "identity"
+        and not recipe.needs_held_out
     )
 
 

@@ -75,6 +75,7 @@ class ConversionFacts:
         recipe: the whole recipe, defaults included, as plain values, with its ``name``.
         seeds: what was seeded -> seed.
         layer_errors: per layer, the name of an error -> its value.
+        dampings: per layer, the damping of the output metric, as a share of its mean eigenvalue.
         timings: stage -> seconds.
         measurements: rows of measured quality; the keys that the card shows are ``text``, ``context``, ``tokens``,
             ``source_perplexity``, ``perplexity``, ``kl`` and ``top1_agreement``.
@@ -91,6 +92,7 @@ class ConversionFacts:
     seeds: Mapping[str, int] = field(default_factory=dict)
     calibration: CalibrationRecord | None = None
     layer_errors: Sequence[Mapping[str, float]] = ()
+    dampings: Sequence[float] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
     measurements: Sequence[Mapping[str, Any]] = ()
     verification: Mapping[str, Any] | None = None
@@ -135,6 +137,7 @@ def build_record(facts: ConversionFacts) -> dict[str, Any]:
             },
         },
         "layer_errors": facts.layer_errors,
+        "dampings": facts.dampings,
         "timings": facts.timings,
         "measurements": facts.measurements,
         "verification": facts.verification,

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from mla_convert.calibrate.statistics import GradientStatistics, LayerStatistics
+from mla_convert.calibrate.statistics import GradientStatistics, LayerStatistics, nothing_held_out
 from mla_convert.errors import StatisticsError
 from mla_convert.maths.decouple import KeySlots, Substitution, choose_slots, replacement_metric
-from mla_convert.maths.factorise import JointFactors, factorise_joint
+from mla_convert.maths.factorise import JointFactors, factorise_joint, truncation_error
 from mla_convert.maths.linalg import damped_power
 from mla_convert.maths.metrics import attention_output_metric, balanced_metric, mixed_metric
 from mla_convert.maths.rope import pair_moments, pair_rows, real_operator, real_rows
@@ -52,11 +52,14 @@ class ConvertedLayer:
     Attributes:
         errors: shares of energy lost: ``keys`` and ``values`` by truncation (of all keys before RoPE, of all values),
             ``truncated`` likewise in the metric's unit, ``moved`` (cost of the key components that lose their rotation,
-            of all components').
+            of all components'); where the recipe has dampings to choose from, ``held_out``: of held-out content by
+            truncation, in the unit of its Fisher information.
+        damping: of the output metric, as a share of its mean eigenvalue.
     """
 
     weights: MLAWeights
     errors: Mapping[str, float]
+    damping: float
 
 
 def convert_layer(
@@ -82,11 +85,31 @@ def convert_layer(
         StatisticsError: the recipe needs statistics that are not there.
     """
     split = split_layer(source, statistics, rope, shape.rope_dim, recipe, counts=counts)
-    factors = factorise_joint(
-        split.content_moment, split.output_metric, shape.kv_rank, damping=recipe.factorise.damping
-    )
+    factors, damping, held_out = _factorise(split, statistics, shape.kv_rank, recipe)
     weights = _assemble(source, rope, split.slots, split.constants, factors, split.residual)
-    return ConvertedLayer(weights, _errors(split.slots, factors, split.content_moment, split.moment))
+    errors = _errors(split.slots, factors, split.content_moment, split.moment)
+    return ConvertedLayer(weights, errors | held_out, damping)
+
+
+def _factorise(
+    split: SplitLayer, statistics: LayerStatistics | None, rank: int, recipe: Recipe
+) -> tuple[JointFactors, float, dict[str, float]]:
+    """The factors, the damping, and where it was chosen the share of held-out energy that is lost."""
+    candidates = {
+        damping: factorise_joint(split.content_moment, split.output_metric, rank, damping=damping)
+        for damping in recipe.factorise.dampings
+    }
+    if not recipe.needs_held_out:
+        damping, factors = next(iter(candidates.items()))
+        return factors, damping, {}
+    held_out = _seen(statistics).held_out
+    if held_out is None:
+        raise nothing_held_out()
+    moment, metric = split.residual @ held_out.attended_moment @ split.residual.mT, held_out.content_moment
+    errors = {damping: truncation_error(factors, moment, metric) for damping, factors in candidates.items()}
+    damping = min(errors, key=errors.__getitem__)
+    total = torch.sum(metric * moment).item()
+    return candidates[damping], damping, {"held_out": max(errors[damping] / total, 0.0) if total > 0 else 0.0}
 
 
 def split_layer(

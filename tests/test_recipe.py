@@ -100,6 +100,21 @@ def test_gradients_are_needed_by_what_uses_them(written, changes: dict[str, Any]
     assert load_recipe(written(content(**changes))).needs_gradients is needed
 
 
+def test_several_dampings_are_chosen_from_by_gradients_on_contexts_held_out(written) -> None:
+    forward = {"factorise__metric": "balanced", "factorise__damping": [0.1, 1]}
+    recipe = load_recipe(written(content(**forward)))
+    assert recipe.factorise.dampings == (0.1, 1.0)
+    assert recipe.needs_held_out
+    assert recipe.needs_gradients
+    assert recipe.to_dict() == content(**forward)
+    one = load_recipe(written(content(factorise__metric="balanced", factorise__damping=[0.1])))
+    assert one.factorise.dampings == (0.1,)
+    assert not one.needs_held_out
+    assert not one.needs_gradients
+    with pytest.raises(RecipeError, match="no calibration section"):
+        load_recipe(written(content(calibration=None, **WEIGHTS_ONLY, factorise__damping=[0.1, 1.0])))
+
+
 def test_allocation_is_absent_unless_it_is_asked_for(written) -> None:
     assert "allocation" not in load_recipe(written(content())).to_dict()
     assert not load_recipe(written(content(allocation={"step": 4}))).allocates
@@ -136,6 +151,11 @@ def test_allocation_without_gradients_or_without_a_choice_is_refused(written, al
         ({"factorise__prior": -1.0}, "factorise.prior"),
         ({"factorise__noise": -1.0}, "factorise.noise"),
         ({"factorise__damping": "much"}, "factorise.damping"),
+        ({"factorise__damping": []}, "factorise.damping"),
+        ({"factorise__damping": [0.1, -0.1]}, "factorise.damping"),
+        ({"factorise__damping": [[0.1]]}, "factorise.damping"),
+        ({"factorise__damping": True}, "factorise.damping"),
+        ({"factorise__damping": float("inf")}, "factorise.damping"),
         ({"factorise__metric": "hessian"}, "factorise.metric"),
         ({"decouple__mixing": "quaternion"}, "decouple.mixing"),
         ({"decouple__rope_share": 1.5}, "decouple.rope_share"),

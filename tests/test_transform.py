@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mla_convert.calibrate.statistics import HeldOutStatistics
 from mla_convert.errors import StatisticsError
 from mla_convert.recipe import CalibrationRecipe, DecoupleRecipe, FactoriseRecipe, Recipe, load_recipe
 from mla_convert.spec import MLAShape
-from mla_convert.transform import convert_layer, slot_costs
+from mla_convert.transform import convert_layer, slot_costs, split_layer
 from tests.layer_case import SAMPLES, Case, case, mla_answers, projected, relative, source_answers
 from tests.maths.samples import complex_normal, normal
 
@@ -294,3 +295,52 @@ def test_at_full_rank_directions_that_calibration_never_saw_are_kept() -> None:
     x = normal(15, width, seed=5)
     for mine, theirs in zip(mla_answers(found.weights, c.rope, x), source_answers(c, x), strict=True):
         assert relative(mine, theirs) <= 1e-6
+
+
+CANDIDATES = (0.001, 0.03, 0.3, 3.0, 100.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_damping_chosen_has_the_least_error_on_what_was_held_out(seed: int) -> None:
+    """Other inputs to the layer, with other gradients; errors are taken sample by sample."""
+    c = case(seed=20 * seed, biased=seed % 2 == 0)
+    heads, groups, _, width = c.sizes
+    x, received = normal(SAMPLES, width, seed=900 + seed) + 0.1, normal(SAMPLES, seed=800 + seed).square()
+    k, v = projected(c.weights.w_k, c.weights.b_k, x), projected(c.weights.w_v, c.weights.b_v, x)
+    y = torch.cat((k.flatten(1), v.flatten(1)), dim=1)
+    g = normal(SAMPLES, y.shape[1], seed=700 + seed) @ normal(y.shape[1], y.shape[1], seed=600 + seed)
+    aside = HeldOutStatistics(y.T @ (received[:, None] * y), received.sum().item(), SAMPLES, g.T @ g)
+    c = replace(c, statistics=replace(c.statistics, held_out=aside))
+    content = y @ split_layer(c.weights, c.statistics, c.rope, 6, recipe()).residual.mT
+
+    def energy(e: Tensor) -> Tensor:
+        """Σ_n w_n mean over gradients of (g e_n)²."""
+        return ((e @ g.mT).square().mean(1) * received).sum()
+
+    shares = {}
+    for damping in CANDIDATES:
+        w = converted(c, 7, 6, recipe(damping=damping)).weights
+        latent = x @ w.w_dkv.T + (0 if w.b_dkv is None else w.b_dkv)
+        up = torch.cat((w.w_uk[:: heads // groups].flatten(0, 1), w.w_uv[:: heads // groups].flatten(0, 1)))
+        shares[damping] = (energy(content - latent @ up.mT) / energy(content)).item()
+    found = converted(c, 7, 6, recipe(damping=CANDIDATES))
+    assert found.errors["held_out"] == pytest.approx(min(shares.values()), rel=1e-6)
+    assert found.damping == min(shares, key=shares.__getitem__)
+    assert max(shares.values()) > 1.01 * min(shares.values())
+    alone = converted(c, 7, 6, recipe(damping=found.damping))
+    assert torch.equal(alone.weights.w_dkv, found.weights.w_dkv)
+    assert "held_out" not in alone.errors
+
+
+def test_one_candidate_is_the_number() -> None:
+    c = case()
+    one, number = (converted(c, 7, 6, recipe(damping=damping)) for damping in ((0.3,), 0.3))
+    assert torch.equal(one.weights.w_dkv, number.weights.w_dkv)
+    assert torch.equal(one.weights.w_uk, number.weights.w_uk)
+    assert one.errors == number.errors
+    assert one.damping == number.damping == 0.3
+
+
+def test_several_candidates_need_contexts_held_out() -> None:
+    with pytest.raises(StatisticsError, match="hold no contexts out"):
+        converted(case(), 7, 6, recipe(damping=CANDIDATES))

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from mla_convert.calibrate.statistics import GradientStatistics, LayerStatistics
+from mla_convert.calibrate.statistics import GradientStatistics, HeldOutStatistics, LayerStatistics
 from mla_convert.maths.rope import to_pairs
 from mla_convert.spec import SourceSpec
 
@@ -31,6 +31,10 @@ class LayerAccumulator:
         self.constants: Complex[Tensor, "H F"] | None = None
         self.content_tokens = 0
         self.content_gradients = torch.zeros_like(self.key_value)
+        self.held_out_attended = torch.zeros_like(self.key_value)
+        self.held_out_weight = 0.0
+        self.held_out_tokens = 0
+        self.held_out_gradients = torch.zeros_like(self.key_value)
 
     def add_forward(
         self,
@@ -42,7 +46,7 @@ class LayerAccumulator:
         sin: Float[Tensor, "S F"],
     ) -> None:
         """Add a context: queries and keys before RoPE, values, attention weights, and the positions' angles."""
-        stacked = torch.cat((_by_token(key), _by_token(value)), dim=1)
+        stacked = _stacked(key, value)
         attended, weight = _attended(stacked, weights)
         self.tokens += query.shape[1]
         self.key_value += (stacked.mT @ stacked).cpu()
@@ -59,7 +63,7 @@ class LayerAccumulator:
         self, key: Float[Tensor, "G S K"], value: Float[Tensor, "G S V"], weights: Float[Tensor, "H S T"]
     ) -> None:
         """Add a context of uniformly drawn tokens."""
-        attended, weight = _attended(torch.cat((_by_token(key), _by_token(value)), dim=1), weights)
+        attended, weight = _attended(_stacked(key, value), weights)
         self.noise_attended += attended
         self.noise_weight += weight
 
@@ -71,9 +75,23 @@ class LayerAccumulator:
 
     def add_content_gradients(self, key: Float[Tensor, "G S K"], value: Float[Tensor, "G S V"]) -> None:
         """Add a context's gradients at content keys (taken with `constants`) and values."""
-        stacked = torch.cat((_by_token(key), _by_token(value)), dim=1)
+        stacked = _stacked(key, value)
         self.content_tokens += key.shape[1]
         self.content_gradients += (stacked.mT @ stacked).cpu()
+
+    def add_held_out(
+        self, key: Float[Tensor, "G S K"], value: Float[Tensor, "G S V"], weights: Float[Tensor, "H S T"]
+    ) -> None:
+        """Add a context that is set aside."""
+        attended, weight = _attended(_stacked(key, value), weights)
+        self.held_out_attended += attended
+        self.held_out_weight += weight
+
+    def add_held_out_gradients(self, key: Float[Tensor, "G S K"], value: Float[Tensor, "G S V"]) -> None:
+        """Add the gradients of a context that is set aside, taken as those of `add_content_gradients`."""
+        stacked = _stacked(key, value)
+        self.held_out_tokens += key.shape[1]
+        self.held_out_gradients += (stacked.mT @ stacked).cpu()
 
     def pair_moment(self) -> Complex[Tensor, "F GH GH"]:
         """The mean of the pair gradients' sums so far."""
@@ -98,6 +116,14 @@ class LayerAccumulator:
                 content_tokens=self.content_tokens,
                 content=self.content_gradients,
             )
+        held_out = None
+        if self.held_out_tokens:
+            held_out = HeldOutStatistics(
+                attended=self.held_out_attended,
+                attended_weight=self.held_out_weight,
+                content_tokens=self.held_out_tokens,
+                content=self.held_out_gradients,
+            )
         return LayerStatistics(
             tokens=self.tokens,
             key_value=self.key_value,
@@ -109,6 +135,7 @@ class LayerAccumulator:
             noise_attended=self.noise_attended,
             noise_weight=self.noise_weight,
             gradients=gradients,
+            held_out=held_out,
         )
 
 
@@ -116,6 +143,11 @@ def _attended(stacked: Float[Tensor, "S J"], weights: Float[Tensor, "H S T"]) ->
     """Σ w y y^T and Σ w, w the squared attention that each token receives from all heads and queries."""
     received = weights.square().sum((0, 1), dtype=torch.float64)
     return ((stacked * received[:, None]).mT @ stacked).cpu(), received.sum().item()
+
+
+def _stacked(key: Float[Tensor, "G S K"], value: Float[Tensor, "G S V"]) -> Float[Tensor, "S J"]:
+    """Keys over values of each token."""
+    return torch.cat((_by_token(key), _by_token(value)), dim=1)
 
 
 def _by_token(heads: Float[Tensor, "G S K"]) -> Float[Tensor, "S J"]:

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mla_convert.calibrate.accumulate import LayerAccumulator
 from mla_convert.calibrate.statistics import LayerStatistics
-from mla_convert.errors import SourceError
+from mla_convert.errors import SourceError, StatisticsError
 from mla_convert.maths.decouple import substitute_rotation
 from mla_convert.maths.rope import unrotate
 from mla_convert.progress import Progress, silent
@@ -29,6 +29,10 @@ PAIR_SHARE = 0.25
 # Chosen on held-out text of two domains; smaller follows the noise of sampled labels, larger ignores the gradients.
 CONSTANT_DAMPING = 0.3
 
+# With a choice to make, one in so many of those is set aside: a prime, so that of two to six texts that take turns
+# each is among them.
+HELD_OUT_EVERY = 7
+
 _CHECK_SOURCE = "check the source's weights; `mla-convert evaluate SOURCE` shows whether it answers at all"
 
 
@@ -39,6 +43,7 @@ def collect(
     *,
     gradients: bool,
     seed: int,
+    held_out: bool = False,
     noise: Int[Tensor, "m S"] | None = None,
     progress: Progress | None = None,
 ) -> tuple[LayerStatistics, ...]:
@@ -53,30 +58,27 @@ def collect(
     Args:
         model: a transformers decoder whose attention goes through the attention interface; in evaluation mode.
         windows: token ids, contexts of equal length from position 0.
+        held_out: set some of the contexts aside, whose moments and content gradients are kept apart and count nowhere
+            else; only with `gradients`.
         noise: contexts of tokens drawn uniformly from the vocabulary, of the same length.
 
     Raises:
         SourceError: the source's activations or gradients are not finite.
+        StatisticsError: there are too few contexts to set one aside.
     """
     progress = progress or silent
     accumulators = [LayerAccumulator(spec) for _ in range(spec.num_layers)]
-    pair_contexts = max(1, math.ceil(PAIR_SHARE * len(windows))) if gradients else 0
-    if gradients and len(windows) == 1:
-        pair_contexts = 0  # a single context serves both stages, one after the other
-    stages = [("pairs", i) for i in range(pair_contexts)]
-    stages += [("content" if gradients else "forward", i) for i in range(pair_contexts, len(windows))]
-    if gradients and not pair_contexts:
-        stages.insert(0, ("pairs", 0))
+    stages = _stages(len(windows), gradients, held_out)
     contexts = windows if noise is None else torch.cat((windows, noise))
     stages += [("noise", i) for i in range(len(windows), len(contexts))]
     with _recording(model, spec, windows.shape[1]) as recorders:
         for done, (stage, i) in enumerate(stages):
-            if stage == "content" and accumulators[0].constants is None:
+            if stage in ("content", "held_out") and accumulators[0].constants is None:
                 _fit_constants(accumulators, spec)
             for recorder, accumulator in zip(recorders, accumulators, strict=True):
                 recorder.begin(stage, accumulator)
             generator = torch.Generator(device="cpu").manual_seed((seed * 1_000_003 + i) % 2**63)
-            _run(model, contexts[i : i + 1], stage in ("pairs", "content"), generator)
+            _run(model, contexts[i : i + 1], stage in ("pairs", "content", "held_out"), generator)
             for recorder in recorders:
                 recorder.finish()
             progress("calibrate", done + 1, len(stages))
@@ -84,6 +86,22 @@ def collect(
         if not (accumulator.key_value.isfinite().all() and accumulator.content_gradients.isfinite().all()):
             raise SourceError(f"layer {i} of the source gives activations that are not finite", _CHECK_SOURCE)
     return tuple(accumulator.statistics() for accumulator in accumulators)
+
+
+def _stages(count: int, gradients: bool, held_out: bool) -> list[tuple[str, int]]:
+    """What each of `count` contexts is run for, and its place."""
+    if not gradients:
+        return [("forward", i) for i in range(count)]
+    if count == 1 and not held_out:
+        return [("pairs", 0), ("content", 0)]  # a single context serves both stages, one after the other
+    first = max(1, math.ceil(PAIR_SHARE * count))
+    if held_out and count - first < 2:
+        raise StatisticsError(
+            f"a calibration of {count} contexts leaves none to choose a damping by",
+            "calibrate on more tokens, or give factorise.damping one number",
+        )
+    aside = range(first, count, HELD_OUT_EVERY) if held_out else ()
+    return [("pairs" if i < first else "held_out" if i in aside else "content", i) for i in range(count)]
 
 
 def _fit_constants(accumulators: list[LayerAccumulator], spec: SourceSpec) -> None:
@@ -162,6 +180,8 @@ class _LayerRecorder:
         if self.stage == "pairs":
             key = unrotate(key, self.cos, self.sin) * self.spec.rope.attention_scaling
             self.accumulator.add_pair_gradients(key, probe)
+        elif self.stage == "held_out":
+            self.accumulator.add_held_out_gradients(probe, value)
         else:
             self.accumulator.add_content_gradients(probe, value)
 
@@ -185,7 +205,7 @@ class _LayerRecorder:
         value.retain_grad()
         self.leaves = (key, value, probe)
         content = unrotate(query, self.cos.to(query.dtype), self.sin.to(query.dtype)) * spec.rope.attention_scaling
-        if self.stage == "content":
+        if self.stage != "pairs":
             content = self.accumulator.replace_rotation(content)
         counted = False
 
@@ -207,6 +227,9 @@ class _LayerRecorder:
             plain_key = unrotate(key[0].double(), self.cos, self.sin) / factor
             if self.stage == "noise":
                 self.accumulator.add_noise(plain_key, value[0].double(), weights[0])
+                return
+            if self.stage == "held_out":
+                self.accumulator.add_held_out(plain_key, value[0].double(), weights[0])
                 return
             self.accumulator.add_forward(plain_query, plain_key, value[0].double(), weights[0], self.cos, self.sin)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from mla_convert.errors import StatisticsError
 from mla_convert.spec import SourceSpec
 
+# Parts that came later are optional, so that older files can still be read.
 FORMAT_VERSION = 1
 
 
@@ -51,6 +52,31 @@ class GradientStatistics:
 
 
 @dataclass(frozen=True)
+class HeldOutStatistics:
+    """Sums over contexts that count nowhere else: what a choice made on the others is judged by.
+
+    Attributes:
+        attended, attended_weight: as in :class:`LayerStatistics`.
+        content_tokens, content: as in :class:`GradientStatistics`, under the same constants.
+    """
+
+    attended: Float[Tensor, "J J"]
+    attended_weight: float
+    content_tokens: int
+    content: Float[Tensor, "J J"]
+
+    @property
+    def attended_moment(self) -> Float[Tensor, "J J"]:
+        """E[y y^T] with tokens weighted by the squared attention they receive."""
+        return self.attended / self.attended_weight
+
+    @property
+    def content_moment(self) -> Float[Tensor, "J J"]:
+        """E[g g^T]: the Fisher information of content keys and values."""
+        return self.content / self.content_tokens
+
+
+@dataclass(frozen=True)
 class LayerStatistics:
     """Sums over calibration tokens for one layer; float64 or complex128. J = 2·G·K, keys before RoPE over values.
 
@@ -65,6 +91,7 @@ class LayerStatistics:
         noise_attended, noise_weight: `attended` and `attended_weight` over contexts of tokens drawn uniformly from the
             vocabulary, which reach directions that no one text does; they count nowhere else. Zero without any.
         gradients: from a backward pass, where one was made.
+        held_out: from contexts set aside, where there are any.
     """
 
     tokens: int
@@ -77,6 +104,7 @@ class LayerStatistics:
     noise_attended: Float[Tensor, "J J"]
     noise_weight: float
     gradients: GradientStatistics | None = None
+    held_out: HeldOutStatistics | None = None
 
     @property
     def plain_moment(self) -> Float[Tensor, "J J"]:
@@ -100,9 +128,16 @@ class LayerStatistics:
         return torch.where(energy > 0, self.rotation / energy.clamp_min(torch.finfo(energy.dtype).tiny), 1.0)
 
 
+_NESTED: Mapping[str, type] = {"gradients": GradientStatistics, "held_out": HeldOutStatistics}
+
+
 @dataclass(frozen=True)
 class Provenance:
-    """What statistics were made from; two sets belong to the same conversion only if these agree."""
+    """What statistics were made from; two sets belong to the same conversion only if these agree.
+
+    Attributes:
+        held_out: whether contexts were set aside; `tokens` counts them too.
+    """
 
     source_digests: Mapping[str, str]
     text_ref: str
@@ -112,6 +147,7 @@ class Provenance:
     seed: int
     gradients: bool
     noise_tokens: int = 0
+    held_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,7 +157,7 @@ class Statistics:
     layers: tuple[LayerStatistics, ...]
     provenance: Provenance
 
-    def check(self, digests: Mapping[str, str], spec: SourceSpec, *, gradients: bool) -> None:
+    def check(self, digests: Mapping[str, str], spec: SourceSpec, *, gradients: bool, held_out: bool = False) -> None:
         """Check that these statistics are of this source and hold what a recipe needs.
 
         Raises:
@@ -136,28 +172,42 @@ class Statistics:
                 "the recipe needs loss gradients, which these statistics do not hold",
                 "calibrate with this recipe, or choose one with a forward-only metric",
             )
+        if held_out and any(layer.held_out is None for layer in self.layers):
+            raise nothing_held_out()
+
+
+def nothing_held_out() -> StatisticsError:
+    """Return the error of a choice that these statistics cannot judge."""
+    return StatisticsError(
+        "the recipe chooses a damping by held-out error, and these statistics hold no contexts out",
+        "calibrate with this recipe, or give factorise.damping one number",
+    )
 
 
 def merge(first: LayerStatistics, second: LayerStatistics) -> LayerStatistics:
     """Return the statistics of both token sets together: every field is a sum, but for the constants.
 
     Raises:
-        ValueError: one has gradients and the other has none, or their content gradients used different constants.
+        ValueError: one has gradients or held-out contexts and the other has none, or their content gradients used
+            different constants.
     """
     one, other = first.gradients, second.gradients
     if (one is None) != (other is None):
         raise ValueError("statistics with and without gradients do not add up")
+    if (first.held_out is None) != (second.held_out is None):
+        raise ValueError("statistics with and without held-out contexts do not add up")
     gradients = None
     if one is not None and other is not None:
         if not torch.equal(one.constants, other.constants):
             raise ValueError("content gradients taken with different constants do not add up")
-        gradients = replace(_sum(one, other, skip="constants"), constants=one.constants)
-    return replace(_sum(first, second, skip="gradients"), gradients=gradients)
+        gradients = replace(_sum(one, other, "constants"), constants=one.constants)
+    held_out = None if first.held_out is None else _sum(first.held_out, second.held_out)
+    return replace(_sum(first, second, *_NESTED), gradients=gradients, held_out=held_out)
 
 
-def _sum(first: Any, second: Any, skip: str) -> Any:
-    """The first, with every field but `skip` added to the second's."""
-    names = [f.name for f in fields(first) if f.name != skip]
+def _sum(first: Any, second: Any, *skip: str) -> Any:
+    """The first, with every field but those of `skip` added to the second's."""
+    names = [f.name for f in fields(first) if f.name not in skip]
     return replace(first, **{name: getattr(first, name) + getattr(second, name) for name in names})
 
 
@@ -170,7 +220,9 @@ def save_statistics(statistics: Statistics, path: Path) -> None:
     tensors: dict[str, Tensor] = {}
     counts: list[dict[str, Any]] = []
     for i, layer in enumerate(statistics.layers):
-        values = _named(layer) | {f"gradients.{name}": v for name, v in _named(layer.gradients).items()}
+        values = _named(layer)
+        for part in _NESTED:
+            values |= {f"{part}.{name}": value for name, value in _named(getattr(layer, part)).items()}
         counts.append({name: value for name, value in values.items() if not isinstance(value, Tensor)})
         for name, value in values.items():
             if isinstance(value, Tensor):
@@ -227,12 +279,14 @@ def load_statistics(path: Path) -> Statistics:
         raise StatisticsError(f"{path} cannot be read as statistics: {error}", remedy) from error
 
 
-def _named(part: LayerStatistics | GradientStatistics | None) -> dict[str, Any]:
-    """The fields of a dataclass by name, without the nested gradients."""
-    return {} if part is None else {f.name: getattr(part, f.name) for f in fields(part) if f.name != "gradients"}
+def _named(part: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name, without those that are nested; none of None."""
+    return {} if part is None else {f.name: getattr(part, f.name) for f in fields(part) if f.name not in _NESTED}
 
 
 def _layer(values: Mapping[str, Any]) -> LayerStatistics:
-    nested = {name.partition(".")[2]: value for name, value in values.items() if name.startswith("gradients.")}
-    plain = {name: value for name, value in values.items() if "." not in name}
-    return LayerStatistics(**plain, gradients=GradientStatistics(**nested) if nested else None)
+    found: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
+    for part, kind in _NESTED.items():
+        nested = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{part}.")}
+        found[part] = kind(**nested) if nested else None
+    return LayerStatistics(**found)

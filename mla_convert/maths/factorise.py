@@ -40,6 +40,10 @@ def factorise_joint(
     The optimum is U = the top eigenvectors of A^½ E[y y^T] A^½, down = U^T A^½ and up = A^(-½) U (two-sided whitening;
     with A the identity it is the PCA of SVD-LLM, arXiv:2403.07378, and CARE). At full rank up·down is the identity.
 
+    Given the latent c = down y, `up` is the least-squares solution E[y c^T] E[c c^T]^(-1), whatever the metric, so that
+    refitting W_UK and W_UV under the same moment changes nothing. What is left of a key is uncorrelated with c; where
+    queries are independent of it, refitting W_UQ to the scores changes nothing either.
+
     Args:
         moment: E[y y^T], token-weighted where wanted.
         metric: A, for example the second moment of the loss gradient at y; read damped.
@@ -49,3 +53,12 @@ def factorise_joint(
     values, vectors = torch.linalg.eigh(hermitian(root @ moment.double() @ root))
     kept = vectors.flip(-1)[:, :rank]
     return JointFactors(kept.mT @ root, inverse_root @ kept, values.flip(-1).clamp_min(0.0))
+
+
+def truncation_error(factors: JointFactors, moment: Float[Tensor, "J J"], metric: Float[Tensor, "J J"]) -> float:
+    """Return E[e^T A e] of what the factors lose, e = y - up down y: tr(A (I - UD) E[y y^T] (I - UD)^T).
+
+    The moment and the metric A, undamped, may be others than those that the factors were made from.
+    """
+    lost = torch.eye(moment.shape[0], dtype=torch.float64, device=moment.device) - factors.up @ factors.down
+    return torch.sum(metric.double() * (lost @ moment.double() @ lost.mT)).item()

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from mla_convert.calibrate import collect as module
-from mla_convert.calibrate.collect import PAIR_SHARE, collect
+from mla_convert.calibrate.collect import HELD_OUT_EVERY, PAIR_SHARE, collect
 from mla_convert.calibrate.statistics import LayerStatistics
+from mla_convert.errors import StatisticsError
 from mla_convert.maths.decouple import substitute_rotation
 from tests.calibrate.by_hand import Decoder, loss
 from tests.calibrate.models import Tiny, as_pairs, close, contexts, stacked
@@ -168,3 +169,55 @@ def test_labels_follow_the_models_own_predictions(gqa: Tiny, monkeypatch) -> Non
     error = (surprise - entropy).mean().abs()
     assert error <= 5 * variance.sum().sqrt() / drawn.numel()
     assert (-log_p[:, :-1].gather(-1, tokens[:, 1:, None])).mean() > entropy.mean() + 1
+
+
+def test_contexts_set_aside_count_nowhere_else(gqa: Tiny, monkeypatch) -> None:
+    tokens = contexts(12)
+    labels = Labels(monkeypatch)
+    found = collect(gqa.model, gqa.spec, tokens, gradients=True, held_out=True, seed=3)
+    first = math.ceil(PAIR_SHARE * len(tokens))
+    aside = [first, first + HELD_OUT_EVERY]
+    others = [i for i in range(len(tokens)) if i not in aside]
+    assert aside[-1] < len(tokens)
+    kept = collect(gqa.model, gqa.spec, tokens[others], gradients=False, seed=0)
+    held = collect(gqa.model, gqa.spec, tokens[aside], gradients=False, seed=0)
+    decoder = Decoder(gqa.model, gqa.spec)
+    factors = {i: s.gradients.constants.conj() for i, s in enumerate(found) if s.gradients is not None}
+    sums = {True: [0.0] * len(found), False: [0.0] * len(found)}
+    for place in range(first, len(tokens)):
+        for i, (_, at_value, at_unrotated) in enumerate(
+            gradients_by_hand(decoder, tokens[place], labels.drawn[place], factors)
+        ):
+            g = stacked(at_unrotated.unflatten(0, (gqa.spec.num_kv_heads, -1)).sum(1), at_value)
+            sums[place in aside][i] = sums[place in aside][i] + g.T @ g
+    for i, statistics in enumerate(found):
+        assert statistics.held_out is not None
+        assert statistics.gradients is not None
+        assert statistics.tokens == tokens[others].numel()
+        assert statistics.held_out.content_tokens == tokens[aside].numel()
+        assert statistics.gradients.content_tokens == tokens[first:].numel() - tokens[aside].numel()
+        for name in ("key_value", "attended", "query", "rotation", "query_energy"):
+            # a key's score gains a product with zeros, which the float32 sum may order differently
+            close(getattr(statistics, name), getattr(kept[i], name), 1e-5)
+        close(statistics.held_out.attended, held[i].attended, 1e-5)
+        assert statistics.held_out.attended_weight == pytest.approx(held[i].attended_weight, rel=1e-5)
+        close(statistics.gradients.content, sums[False][i], BACKWARD)
+        close(statistics.held_out.content, sums[True][i], BACKWARD)
+
+
+@pytest.mark.parametrize("texts", range(1, 7))
+def test_of_texts_that_take_turns_each_is_set_aside(texts: int) -> None:
+    stages = module._stages(128, gradients=True, held_out=True)
+    aside = [place for stage, place in stages if stage == "held_out"]
+    assert {place % texts for place in aside} == set(range(texts))
+    assert [place for _, place in stages] == list(range(128))
+    assert len(aside) == pytest.approx(96 / HELD_OUT_EVERY, abs=1)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_too_few_contexts_to_set_one_aside(gqa: Tiny, count: int) -> None:
+    with pytest.raises(StatisticsError, match="leaves none") as caught:
+        collect(gqa.model, gqa.spec, contexts(count), gradients=True, held_out=True, seed=0)
+    assert caught.value.remedy
+    found = collect(gqa.model, gqa.spec, contexts(3), gradients=True, held_out=True, seed=0)
+    assert all(s.held_out is not None and s.gradients is not None and s.gradients.content_tokens for s in found)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from mla_convert.calibrate import statistics as module
 from mla_convert.calibrate.statistics import (
     GradientStatistics,
+    HeldOutStatistics,
     LayerStatistics,
     Provenance,
     Statistics,
@@ -31,7 +32,7 @@ DIM, WIDTH = 2 * PAIRS, 2 * GROUPS * 2 * PAIRS
 PROVENANCE = Provenance({"model.safetensors": "ab12"}, "text.txt", "cd34", 100, 20, 7, gradients=True)
 
 
-def layer(seed: int, *, gradients: bool = True) -> LayerStatistics:
+def layer(seed: int, *, gradients: bool = True, held_out: bool = True) -> LayerStatistics:
     """Numbers of the right shapes, all different."""
     part = GradientStatistics(
         pair_tokens=10 + seed,
@@ -39,6 +40,12 @@ def layer(seed: int, *, gradients: bool = True) -> LayerStatistics:
         constants=complex_normal(HEADS, PAIRS, seed=1000),
         content_tokens=20 + seed,
         content=normal(WIDTH, WIDTH, seed=10 * seed + 1),
+    )
+    aside = HeldOutStatistics(
+        attended=normal(WIDTH, WIDTH, seed=10 * seed + 8),
+        attended_weight=0.3 + seed,
+        content_tokens=40 + seed,
+        content=normal(WIDTH, WIDTH, seed=10 * seed + 9),
     )
     return LayerStatistics(
         tokens=30 + seed,
@@ -51,6 +58,7 @@ def layer(seed: int, *, gradients: bool = True) -> LayerStatistics:
         noise_attended=normal(WIDTH, WIDTH, seed=10 * seed + 7),
         noise_weight=0.2 + seed,
         gradients=part if gradients else None,
+        held_out=aside if held_out else None,
     )
 
 
@@ -58,7 +66,7 @@ def same(first: object, second: object) -> bool:
     """Every number of the two is the same, to the bit."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return first.dtype == second.dtype and torch.equal(first, second)
-    if isinstance(first, LayerStatistics | GradientStatistics):
+    if isinstance(first, LayerStatistics | GradientStatistics | HeldOutStatistics):
         return type(first) is type(second) and all(
             same(getattr(first, f.name), getattr(second, f.name)) for f in fields(first)
         )
@@ -69,7 +77,7 @@ def test_merging_adds_every_sum() -> None:
     first, second = layer(1), layer(2)
     merged = merge(first, second)
     for field in fields(LayerStatistics):
-        if field.name != "gradients":
+        if field.name not in ("gradients", "held_out"):
             total = getattr(first, field.name) + getattr(second, field.name)
             assert same(getattr(merged, field.name), total), field.name
     assert merged.gradients is not None and first.gradients is not None and second.gradients is not None  # noqa: PT018
@@ -77,6 +85,9 @@ def test_merging_adds_every_sum() -> None:
         one, other = getattr(first.gradients, field.name), getattr(second.gradients, field.name)
         expected = one if field.name == "constants" else one + other
         assert same(getattr(merged.gradients, field.name), expected), field.name
+    for field in fields(HeldOutStatistics):
+        total = getattr(first.held_out, field.name) + getattr(second.held_out, field.name)
+        assert same(getattr(merged.held_out, field.name), total), field.name
 
 
 def test_merging_does_not_depend_on_the_order_and_changes_nothing() -> None:
@@ -94,6 +105,8 @@ def test_forward_statistics_merge_alone() -> None:
 def test_what_does_not_add_up_is_refused() -> None:
     with pytest.raises(ValueError, match="with and without gradients"):
         merge(layer(1), layer(2, gradients=False))
+    with pytest.raises(ValueError, match="with and without held-out"):
+        merge(layer(1), layer(2, held_out=False))
     other = layer(2)
     assert other.gradients is not None
     other = replace(other, gradients=replace(other.gradients, constants=-other.gradients.constants))
@@ -113,6 +126,9 @@ def test_means_are_sums_over_their_own_weights() -> None:
     torch.testing.assert_close(statistics.mean_rotation * statistics.query_energy, statistics.rotation)
     torch.testing.assert_close(statistics.gradients.pair_moment * 13, statistics.gradients.pairs)
     torch.testing.assert_close(statistics.gradients.content_moment * 23, statistics.gradients.content)
+    assert statistics.held_out is not None
+    torch.testing.assert_close(statistics.held_out.attended_moment * 3.3, statistics.held_out.attended)
+    torch.testing.assert_close(statistics.held_out.content_moment * 43, statistics.held_out.content)
 
 
 def test_a_pair_without_energy_is_taken_not_to_turn() -> None:
@@ -122,9 +138,10 @@ def test_a_pair_without_energy_is_taken_not_to_turn() -> None:
     assert replace(statistics, query_energy=energy, rotation=rotation).mean_rotation[1, 2] == 1.0
 
 
-@pytest.mark.parametrize("gradients", [False, True])
-def test_a_file_gives_back_every_bit(tmp_path: Path, gradients: bool) -> None:
-    kept = Statistics((layer(1, gradients=gradients), layer(2, gradients=gradients)), PROVENANCE)
+@pytest.mark.parametrize(("gradients", "held_out"), [(False, False), (True, False), (True, True)])
+def test_a_file_gives_back_every_bit(tmp_path: Path, gradients: bool, held_out: bool) -> None:
+    layers = tuple(layer(seed, gradients=gradients, held_out=held_out) for seed in (1, 2))
+    kept = Statistics(layers, replace(PROVENANCE, held_out=held_out))
     file = tmp_path / "new" / "statistics.safetensors"
     save_statistics(kept, file)
     read = load_statistics(file)
@@ -139,6 +156,19 @@ def saved(tmp_path: Path) -> Path:
     file = tmp_path / "statistics.safetensors"
     save_statistics(Statistics((layer(1), layer(2)), PROVENANCE), file)
     return file
+
+
+def test_a_file_from_before_contexts_were_held_out_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "statistics.safetensors"
+    kept = tuple(layer(seed, held_out=False) for seed in (1, 2))
+    save_statistics(Statistics(kept, PROVENANCE), file)
+    with safe_open(file, framework="pt") as opened:
+        provenance = json.loads(opened.metadata()["provenance"])
+        assert not [name for name in opened.keys() if "held_out" in name]  # noqa: SIM118 - not a mapping
+    del provenance["held_out"]
+    read = load_statistics(edited(file, provenance=json.dumps(provenance)))
+    assert read.provenance == PROVENANCE
+    assert all(same(a, b) for a, b in zip(read.layers, kept, strict=True))
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 4, 100, -1])
@@ -232,3 +262,9 @@ def test_statistics_of_another_source_or_without_gradients_are_refused(tmp_path:
     forward.check(digests, spec, gradients=False)
     with pytest.raises(StatisticsError, match="gradients"):
         forward.check(digests, spec, gradients=True)
+    kept.check(digests, spec, gradients=True, held_out=True)
+    whole = Statistics((layer(1, held_out=False), layer(2, held_out=False)), PROVENANCE)
+    whole.check(digests, spec, gradients=True)
+    with pytest.raises(StatisticsError, match="hold no contexts out") as caught:
+        whole.check(digests, spec, gradients=True, held_out=True)
+    assert "factorise.damping" in caught.value.remedy

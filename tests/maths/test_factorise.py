@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_convert.maths.factorise import factorise_joint
+from mla_convert.maths.factorise import factorise_joint, truncation_error
 from tests.maths.samples import complex_normal, max_difference, normal, second_moment
 
 SIZE = 8
@@ -124,6 +124,32 @@ def test_a_random_projection_is_never_better(size, seed, damping, data):
     # idempotent: what was kept is kept again
     projection = factors.up @ factors.down
     assert max_difference(projection @ projection, projection) <= 1e-6
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(size=st.integers(2, 9), seed=st.integers(0, 500), damping=st.sampled_from([1e-4, 0.1, 2.0]), data=st.data())
+def test_given_the_latent_the_up_projection_is_the_least_squares_one(size, seed, damping, data):
+    """Refitting W_UK and W_UV to c = down y on the samples behind the moment gives what is there."""
+    rank = data.draw(st.integers(1, size))
+    samples = normal(6 * size, size, seed=seed) @ normal(size, size, seed=seed + 1)
+    factors = factorise_joint(second_moment(samples), moment_of(size, seed + 2), rank, damping=damping)
+    latents = samples @ factors.down.mT
+    fitted = torch.linalg.lstsq(latents, samples).solution.mT
+    # products are compared, as the latent's scale is not well conditioned: condition numbers of about 1e6 at worst
+    assert max_difference(latents @ factors.up.mT, latents @ fitted.mT) <= 1e-7
+    # what is left is uncorrelated with the latent: no query, independent of it, can be changed to score better
+    left = samples - latents @ factors.up.mT
+    assert (left.mT @ latents).abs().max() <= 1e-9 * samples.abs().max() * latents.abs().max() * len(samples)
+
+
+@pytest.mark.parametrize("rank", [1, 4, SIZE])
+def test_the_error_of_other_samples_is_the_mean_over_them(rank):
+    factors = factorise_joint(moment_of(SIZE, 0), moment_of(SIZE, 1), rank, damping=0.1)
+    others, readers = normal(70, SIZE, seed=5) @ normal(SIZE, SIZE, seed=6), normal(20, SIZE, seed=7)
+    left = others - others @ (factors.up @ factors.down).mT
+    measured = (left @ readers.mT).square().sum(1).mean().item() / 20
+    found = truncation_error(factors, second_moment(others), second_moment(readers))
+    assert found == pytest.approx(measured, rel=1e-8, abs=1e-15)
 
 
 def test_shapes_are_enforced_here():
