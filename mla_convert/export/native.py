@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ AUTO_MAP = {
 def write_native(
     source: Source,
     layers: Iterable[tuple[int, MLAWeights]],
-    shape: MLAShape,
+    shape: MLAShape | Sequence[MLAShape],
     folder: Path,
     *,
     dtype: torch.dtype,
@@ -39,6 +39,7 @@ def write_native(
 
     `layers` yields every layer once, with its index, in any order. It is consumed one layer at a time, and the copied
     tensors are read one at a time, so that at most one layer and one shard are in memory.
+    `shape` is that of every layer, or there is one for each.
 
     Raises:
         FormatError: the source has sliding windows of different lengths.
@@ -47,14 +48,15 @@ def write_native(
     """
     progress = progress or silent
     _layer_types(source.spec)
+    shapes = _by_layer(shape, source.spec)
     written: dict[int, frozenset[str]] = {}
     frequencies: dict[int, list[float]] = {}
     with ShardWriter(folder, max_shard_size) as writer:
         for name, tensor in copied_tensors(source, None, dtype):
             writer.add(name, tensor)
         for i, weights in layers:
-            if weights.shape != shape:
-                raise ValueError(f"layer {i} has shape {weights.shape}, expected {shape}")
+            if weights.shape != shapes[i]:
+                raise ValueError(f"layer {i} has shape {weights.shape}, expected {shapes[i]}")
             tensors = to_hf(weights)
             for name, tensor in tensors.items():
                 writer.add(f"model.layers.{i}.self_attn.{name}", tensor.to(dtype))
@@ -65,7 +67,7 @@ def write_native(
             progress("write", len(written), source.spec.num_layers)
     names = common_names(written, source.spec.num_layers)
     rope_inv_freq = [frequencies[i] for i in range(source.spec.num_layers)]
-    native_config(source, shape, dtype=dtype, names=names, rope_inv_freq=rope_inv_freq).save_pretrained(folder)
+    native_config(source, shapes, dtype=dtype, names=names, rope_inv_freq=rope_inv_freq).save_pretrained(folder)
     for module in (configuration_mla, attention_mla, modeling_mla):
         shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
     source.save_companions(folder)
@@ -73,23 +75,34 @@ def write_native(
 
 def native_config(
     source: Source,
-    shape: MLAShape,
+    shape: MLAShape | Sequence[MLAShape],
     *,
     dtype: torch.dtype,
     names: frozenset[str],
     rope_inv_freq: list[list[float]],
 ) -> MLAConfig:
-    """Return the native config of layers that hold the tensors `names` and turn at `rope_inv_freq` [layers, R/2]."""
+    """Return the native config of layers that hold the tensors `names` and turn at `rope_inv_freq` [layers, R/2].
+
+    Raises:
+        ValueError: layers differ in their content or value dims.
+    """
     spec = source.spec
+    shapes = _by_layer(shape, spec)
+    if len({(one.nope_dim, one.value_dim) for one in shapes}) > 1:
+        raise ValueError(f"content and value dims must be those of all layers, got {sorted(set(shapes), key=repr)}")
+    ranks, rope_dims = [one.kv_rank for one in shapes], [one.rope_dim for one in shapes]
+    alike = len(set(shapes)) == 1
     layer_types, window = _layer_types(spec)
     fields: dict[str, Any] = {
         "architectures": [MLAForCausalLM.__name__],
         "auto_map": AUTO_MAP,
         "dtype": dtype,
-        "kv_lora_rank": shape.kv_rank,
-        "qk_rope_head_dim": shape.rope_dim,
-        "qk_nope_head_dim": shape.nope_dim,
-        "v_head_dim": shape.value_dim,
+        "kv_lora_rank": max(ranks),
+        "qk_rope_head_dim": max(rope_dims),
+        "qk_nope_head_dim": shapes[0].nope_dim,
+        "v_head_dim": shapes[0].value_dim,
+        "kv_lora_ranks": None if alike else ranks,
+        "qk_rope_head_dims": None if alike else rope_dims,
         "rope_inv_freq": rope_inv_freq,
         "rope_attention_scaling": spec.rope.attention_scaling,
         "attention_scale": spec.attention_scale,
@@ -104,6 +117,13 @@ def native_config(
         "tie_word_embeddings": spec.tie_word_embeddings,
     }
     return MLAConfig(**fields, **common_config(source))
+
+
+def _by_layer(shape: MLAShape | Sequence[MLAShape], spec: SourceSpec) -> tuple[MLAShape, ...]:
+    shapes = (shape,) * spec.num_layers if isinstance(shape, MLAShape) else tuple(shape)
+    if len(shapes) != spec.num_layers:
+        raise ValueError(f"{len(shapes)} shapes for {spec.num_layers} layers")
+    return shapes
 
 
 def _layer_types(spec: SourceSpec) -> tuple[list[str] | None, int | None]:

@@ -46,7 +46,11 @@ def choose_decode_backend(wanted: str, config: MLAConfig, device: torch.device, 
         return DecodeBackend("torch", f"the model is on {device.type}, and the kernel is for CUDA devices")
     if mla_kernels is None:
         return DecodeBackend("torch", "mla_kernels is not installed")
-    suited = mla_kernels.choose_backend(device, dtype, config.kv_lora_rank, config.qk_rope_head_dim)
+    sizes = sorted({(config.kv_rank_of(i), config.rope_dim_of(i)) for i in range(config.num_hidden_layers)})
+    for size in sizes:  # one backend for all layers
+        suited = mla_kernels.choose_backend(device, dtype, *size)
+        if suited.name != "triton":
+            break
     return DecodeBackend(suited.name, suited.reason)
 
 
@@ -117,9 +121,9 @@ class MLAAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.num_heads = config.num_attention_heads
-        self.kv_lora_rank = config.kv_lora_rank
+        self.kv_lora_rank = config.kv_rank_of(layer_idx)
         self.qk_nope_head_dim = config.qk_nope_head_dim
-        self.qk_rope_head_dim = config.qk_rope_head_dim
+        self.qk_rope_head_dim = config.rope_dim_of(layer_idx)
         self.v_head_dim = config.v_head_dim
         self.scaling = config.attention_scale
         self.is_causal = True
@@ -128,13 +132,10 @@ class MLAAttention(nn.Module):
         self.absorbed = None
 
         hidden, heads = config.hidden_size, config.num_attention_heads
-        self.q_proj = nn.Linear(hidden, heads * config.head_dim, bias=config.query_bias)
-        self.kv_a_proj_with_mqa = nn.Linear(
-            hidden, config.kv_lora_rank + config.qk_rope_head_dim, bias=config.latent_bias
-        )
-        self.kv_b_proj = nn.Linear(
-            config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False
-        )
+        nope, rank, rope = self.qk_nope_head_dim, self.kv_lora_rank, self.qk_rope_head_dim
+        self.q_proj = nn.Linear(hidden, heads * (nope + rope), bias=config.query_bias)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, rank + rope, bias=config.latent_bias)
+        self.kv_b_proj = nn.Linear(rank, heads * (nope + config.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * config.v_head_dim, hidden, bias=config.output_bias)
 
     def uses_absorption(self, queries: int, tokens: int) -> bool:

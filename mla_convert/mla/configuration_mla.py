@@ -9,6 +9,8 @@ class MLAConfig(PreTrainedConfig):
     Args:
         kv_lora_rank: latent rank C. With ``qk_rope_head_dim`` R it is what is cached: C + R numbers a token a layer.
         qk_rope_head_dim: R, two dims for every RoPE slot.
+        kv_lora_ranks, qk_rope_head_dims: C and R of each layer where layers differ, both or neither; ``kv_lora_rank``
+            and ``qk_rope_head_dim`` are then the largest.
         qk_nope_head_dim: N, the content (no-RoPE) dims of a head.
         v_head_dim: V, the value dims of a head.
         rope_inv_freq: per layer, the R/2 angular frequencies of its slots, radians a position.
@@ -30,6 +32,8 @@ class MLAConfig(PreTrainedConfig):
     qk_rope_head_dim: int = 32
     qk_nope_head_dim: int = 64
     v_head_dim: int = 64
+    kv_lora_ranks: list | None = None
+    qk_rope_head_dims: list | None = None
     rope_inv_freq: list | None = None
     rope_attention_scaling: float = 1.0
     attention_scale: float = 0.125
@@ -51,17 +55,44 @@ class MLAConfig(PreTrainedConfig):
     eos_token_id: int | list | None = None
 
     def __post_init__(self, **kwargs):
+        self._check_layers()
+        sizes = [self.rope_dim_of(layer) for layer in range(self.num_hidden_layers)]
+        if any(size % 2 for size in sizes):
+            raise ValueError(f"qk_rope_head_dim must be even, got {sorted(set(sizes))}")
         if self.rope_inv_freq is None:
-            half = self.qk_rope_head_dim // 2
-            frequencies = [10000.0 ** (-pair / half) for pair in range(half)]
-            self.rope_inv_freq = [frequencies] * self.num_hidden_layers
-        if self.qk_rope_head_dim % 2:
-            raise ValueError(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
-        expected = (self.num_hidden_layers, self.qk_rope_head_dim // 2)
-        found = (len(self.rope_inv_freq), *sorted({len(row) for row in self.rope_inv_freq}))
+            self.rope_inv_freq = [[10000.0 ** (-2 * pair / size) for pair in range(size // 2)] for size in sizes]
+        expected, found = [size // 2 for size in sizes], [len(row) for row in self.rope_inv_freq]
         if found != expected:
-            raise ValueError(f"rope_inv_freq must hold layers x R/2 = {expected} frequencies, found {found}")
+            raise ValueError(f"rope_inv_freq must hold R/2 frequencies a layer, {expected}, found {found}")
         super().__post_init__(**kwargs)
+
+    def _check_layers(self) -> None:
+        ranks, rope_dims = self.kv_lora_ranks, self.qk_rope_head_dims
+        if (ranks is None) != (rope_dims is None):
+            raise ValueError("kv_lora_ranks and qk_rope_head_dims go together: give both or neither")
+        for name, sizes in (("kv_lora_rank", ranks), ("qk_rope_head_dim", rope_dims)):
+            if sizes is None:
+                continue
+            if len(sizes) != self.num_hidden_layers:
+                raise ValueError(f"{name}s must hold a size for each of {self.num_hidden_layers} layers, got {sizes}")
+            if max(sizes) != getattr(self, name):
+                raise ValueError(f"{name} must be the largest of {name}s, {max(sizes)}, got {getattr(self, name)}")
+
+    def kv_rank_of(self, layer: int) -> int:
+        """C of a layer."""
+        return self.kv_lora_rank if self.kv_lora_ranks is None else self.kv_lora_ranks[layer]
+
+    def rope_dim_of(self, layer: int) -> int:
+        """R of a layer."""
+        return self.qk_rope_head_dim if self.qk_rope_head_dims is None else self.qk_rope_head_dims[layer]
+
+    def to_dict(self):
+        """The fields as config.json has them: lists of sizes are left out where all layers are alike."""
+        fields = super().to_dict()
+        for name in ("kv_lora_ranks", "qk_rope_head_dims"):
+            if fields.get(name) is None:
+                fields.pop(name, None)
+        return fields
 
     @property
     def num_key_value_heads(self) -> int:
@@ -70,7 +101,7 @@ class MLAConfig(PreTrainedConfig):
 
     @property
     def head_dim(self) -> int:
-        """N + R, the width of an expanded query or key head."""
+        """N + R, the width of an expanded query or key head (the widest, where layers differ)."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 

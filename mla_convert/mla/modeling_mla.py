@@ -2,8 +2,9 @@
 
 Self-contained with its attention (torch and transformers only): both are also shipped beside converted weights, where
 ``trust_remote_code`` loads them. Differences from transformers' DeepSeek classes: no norm on the latent, RoPE slots of
-any frequency chosen per layer, optional biases, the source's own softmax scale, and decoding in the absorbed form,
-which never rebuilds keys and values (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1).
+any frequency chosen per layer, sizes that may differ by layer, optional biases, the source's own softmax scale, and
+decoding in the absorbed form, which never rebuilds keys and values (DeepSeek-V2, https://arxiv.org/abs/2405.04434,
+section 2.1).
 """
 
 import logging
@@ -46,24 +47,33 @@ class MLARMSNorm(nn.Module):
 
 
 class MLARotaryEmbedding(nn.Module):
-    """Angles of every layer's RoPE slots: inv_freq [layers, R/2], radians a position."""
+    """Angles of every layer's RoPE slots: inv_freq [layers, R/2], radians a position, R that of the widest layer.
+
+    Rows of layers with fewer slots end in zeros, which are never read.
+    """
 
     def __init__(self, config: MLAConfig) -> None:
         super().__init__()
         self.frequencies = config.rope_inv_freq
         self.attention_scaling = config.rope_attention_scaling
-        self.register_buffer("inv_freq", torch.tensor(self.frequencies, dtype=torch.float32), persistent=False)
+        self.register_buffer("inv_freq", self._rows(), persistent=False)
+
+    def _rows(self) -> torch.Tensor:
+        widest = max(map(len, self.frequencies))
+        rows = [[*row, *[0.0] * (widest - len(row))] for row in self.frequencies]
+        return torch.tensor(rows, dtype=torch.float32)
 
     def reset_buffers(self) -> None:
         """Fill the buffer again after the module was built without storage."""
-        self.inv_freq.copy_(torch.tensor(self.frequencies, dtype=torch.float32))
+        self.inv_freq.copy_(self._rows())
 
     @torch.no_grad()
-    def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin, [layers, B, S, R/2], for position_ids [B, S]."""
+    def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each layer's cos and sin, [B, S, R/2], for position_ids [B, S]."""
         frequencies = self.inv_freq.float().to(position_ids.device)
         angles = position_ids[None, ..., None].float() * frequencies[:, None, None, :]
-        return (angles.cos() * self.attention_scaling).to(dtype), (angles.sin() * self.attention_scaling).to(dtype)
+        cos, sin = ((turn * self.attention_scaling).to(dtype) for turn in (angles.cos(), angles.sin()))
+        return [(cos[i, ..., : len(row)], sin[i, ..., : len(row)]) for i, row in enumerate(self.frequencies)]
 
 
 class MLAMLP(nn.Module):
@@ -177,13 +187,13 @@ class MLAModel(MLAPreTrainedModel):
             )
             for kind in kinds
         }
-        cos, sin = self.rotary_emb(position_ids, inputs_embeds.dtype)
+        angles = self.rotary_emb(position_ids, inputs_embeds.dtype)
         hidden_states = inputs_embeds
         for i, layer in enumerate(self.layers):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=masks.get(layer_types[i]),
-                position_embeddings=(cos[i], sin[i]),
+                position_embeddings=angles[i],
                 cache=cache,
                 decode_backend=backend.name,
                 **kwargs,

@@ -19,6 +19,7 @@ from mla_convert.export.native import write_native
 from mla_convert.export.reload import compare_logits, reload_logits, verify_folder
 from mla_convert.mla import MLAWeights
 from mla_convert.sources import Source, open_source
+from mla_convert.spec import MLAShape
 from tests.export.exact import exact_layers, exact_shape
 from tests.tiny import VOCAB_SIZE, save_source, tiny_llama, tiny_mistral, tiny_qwen2
 
@@ -149,3 +150,45 @@ def test_windows_of_two_lengths_are_refused_before_anything_is_written(tmp_path:
     with pytest.raises(FormatError, match=r"\[8, 16\]"):
         written(source, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
+
+
+def with_spare_channels(weights: MLAWeights, rank: int) -> MLAWeights:
+    """The same layer with `rank` channels of the latent, the further ones zero."""
+    more = rank - weights.w_dkv.shape[0]
+    pad = torch.nn.functional.pad
+    return replace(
+        weights,
+        w_dkv=pad(weights.w_dkv, (0, 0, 0, more)),
+        w_uk=pad(weights.w_uk, (0, more)),
+        w_uv=pad(weights.w_uv, (0, more)),
+        b_dkv=None if weights.b_dkv is None else pad(weights.b_dkv, (0, more)),
+    )
+
+
+def test_layers_of_different_sizes_are_listed_and_load_where_the_package_cannot_be_imported(tmp_path: Path) -> None:
+    model = tiny_qwen2()
+    source = open_source(str(save_source(model, tmp_path / "source")))
+    layers = [(i, with_spare_channels(weights, weights.w_dkv.shape[0] + 8 * i)) for i, weights in exact_layers(source)]
+    shapes = [weights.shape for _, weights in layers]
+    folder = tmp_path / "out"
+    folder.mkdir()
+    write_native(source, layers, shapes, folder, dtype=torch.float32)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["kv_lora_ranks"] == [shape.kv_rank for shape in shapes]
+    assert config["kv_lora_ranks"][1] == config["kv_lora_ranks"][0] + 8 == config["kv_lora_rank"]
+    assert config["qk_rope_head_dims"] == [config["qk_rope_head_dim"]] * 2
+    verify_folder(folder, prompt(), source_logits(model, prompt()), tolerance=1e-4, fresh_process=True)
+
+
+def test_shapes_that_do_not_fit_the_layers_are_refused(tmp_path: Path) -> None:
+    source = open_source(str(save_source(tiny_llama(), tmp_path / "source")))
+    shape = exact_shape(source.spec)
+    wrong: list[tuple[list[MLAShape], str]] = [
+        ([shape], "1 shapes for 2 layers"),
+        ([shape, replace(shape, kv_rank=shape.kv_rank - 1)], "layer 1 has shape"),
+    ]
+    for i, (shapes, said) in enumerate(wrong):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        with pytest.raises(ValueError, match=said):
+            write_native(source, exact_layers(source), shapes, folder, dtype=torch.float32)

@@ -29,18 +29,14 @@ def test_what_the_model_computes_does_not_change_by_a_bit(variant):
     assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("variant", ["plain", "biases", "no-rope", "one-head"])
+@pytest.mark.parametrize("variant", ["plain", "biases", "no-rope", "one-head", "unequal"])
 def test_both_sides_of_every_product_are_of_one_size(variant):
     model = skewed(variant)
     balance(model)
     config = model.config
-    heads, rank, nope, rope = (
-        config.num_attention_heads,
-        config.kv_lora_rank,
-        config.qk_nope_head_dim,
-        config.qk_rope_head_dim,
-    )
-    for layer in model.model.layers:
+    heads, nope = config.num_attention_heads, config.qk_nope_head_dim
+    for i, layer in enumerate(model.model.layers):
+        rank, rope = config.kv_rank_of(i), config.rope_dim_of(i)
         weights = {name: value.detach() for name, value in layer.self_attn.named_parameters()}
         down = weights["kv_a_proj_with_mqa.weight"]
         up = weights["kv_b_proj.weight"].view(heads, -1, rank)

@@ -39,6 +39,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "windows": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5},
     "all-windows": {"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 4},
     "no-rope": {"qk_rope_head_dim": 0, "rope_inv_freq": [[]] * LAYERS},
+    "unequal": {
+        "kv_lora_rank": 17,
+        "kv_lora_ranks": [10, 17, 5],
+        "qk_rope_head_dims": [4, 0, 6],
+        "rope_inv_freq": [[1.0, 0.03], [], [0.7, 0.2, 0.0001]],
+        "query_bias": True,
+        "latent_bias": True,
+    },
 }
 
 
@@ -74,8 +82,8 @@ def logits_by_hand(model: MLAForCausalLM, ids: Tensor, *, first_position: int = 
     """
     config = model.config
     weights = {name: value.detach().double() for name, value in model.state_dict().items()}
-    heads, nope, rope = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
-    rank, value_dim, length = config.kv_lora_rank, config.v_head_dim, len(ids)
+    heads, nope, value_dim = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
+    length = len(ids)
     positions = torch.arange(length, dtype=torch.float64) + first_position
 
     def linear(name: str, x: Tensor) -> Tensor:
@@ -89,13 +97,15 @@ def logits_by_hand(model: MLAForCausalLM, ids: Tensor, *, first_position: int = 
         """[... S R]: pair n is dims n and n + R/2."""
         angles = positions[:, None] * torch.tensor(frequencies, dtype=torch.float64)
         turns = torch.complex(angles.cos(), angles.sin()) * config.rope_attention_scaling
-        turned = torch.complex(x[..., : rope // 2], x[..., rope // 2 :]) * turns
+        turned = torch.complex(*x.chunk(2, dim=-1)) * turns
         return torch.cat((turned.real, turned.imag), dim=-1)
 
     x = weights["model.embed_tokens.weight"][ids]
     attentions: list[Tensor] = []
     for i in range(config.num_hidden_layers):
         name = f"model.layers.{i}"
+        rope = 2 * len(config.rope_inv_freq[i])
+        rank = weights[f"{name}.self_attn.kv_b_proj.weight"].shape[1]
         normed = norm(f"{name}.input_layernorm", x)
         query = linear(f"{name}.self_attn.q_proj", normed).unflatten(1, (heads, nope + rope)).transpose(0, 1)
         compressed = linear(f"{name}.self_attn.kv_a_proj_with_mqa", normed)

@@ -33,10 +33,20 @@ def decoded(model: MLAForCausalLM, ids: Tensor, steps: tuple[int, ...] = (1, 3, 
     return torch.cat(found, dim=1)
 
 
+UNEQUAL_SIZES = {
+    "kv_lora_rank": 40,
+    "qk_rope_head_dim": 8,
+    "kv_lora_ranks": [16, 40, 24],
+    "qk_rope_head_dims": [8, 0, 2],
+    "rope_inv_freq": [[1.0, 0.5, 0.03, 0.002], [], [0.1]],
+}
+
+
 @pytest.mark.parametrize("merge", ["none", "apart", "merged"])
-@pytest.mark.parametrize("variant", ["plain", "biases", "one-head", "windows"])
+@pytest.mark.parametrize("variant", ["plain", "biases", "one-head", "windows", "unequal"])
 def test_the_kernel_decodes_as_torch_does(variant: str, merge: str) -> None:
-    model, ids = native(variant, **KERNEL_SIZES).to(DEVICE), tokens()
+    sizes = UNEQUAL_SIZES if variant == "unequal" else KERNEL_SIZES
+    model, ids = native(variant, **sizes).to(DEVICE), tokens()
     model.set_attention_mode("absorbed")
     model.set_decode_backend("torch")
     expected = decoded(model, ids)
@@ -122,7 +132,15 @@ def test_without_mla_kernels_everything_but_the_kernel_is_there(monkeypatch: pyt
         alone.check_decode_backend("triton")
 
 
-@pytest.mark.parametrize("sizes", [{"kv_lora_rank": 10}, {"qk_rope_head_dim": 130, "rope_inv_freq": [[0.5] * 65] * 3}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"kv_lora_rank": 10},
+        {"qk_rope_head_dim": 130, "rope_inv_freq": [[0.5] * 65] * 3},
+        {"kv_lora_rank": 64, "kv_lora_ranks": [32, 10, 64], "qk_rope_head_dims": [6, 6, 6]},
+    ],
+    ids=["rank", "rope", "one-layer"],
+)
 def test_sizes_that_the_kernel_has_not_are_left_to_torch(sizes: dict[str, Any]) -> None:
     config = native(**sizes).config
     backend = attention_mla.choose_decode_backend("auto", config, torch.device("cuda"), torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def test_prefill_and_decode_equal_the_full_forward(variant: str, mode: str, impl
 
 
 @pytest.mark.parametrize("mode", ["expanded", "absorbed"])
-@pytest.mark.parametrize("variant", ["plain", "biases", "windows"])
+@pytest.mark.parametrize("variant", ["plain", "biases", "windows", "unequal"])
 def test_left_padding_changes_nothing(variant: str, mode: str) -> None:
     model, ids = native(variant), tokens(batch=1, length=9)
     model.set_attention_mode(mode)
@@ -137,6 +138,17 @@ def test_the_cache_holds_latent_and_rope_key_and_no_byte_more(mode: str) -> None
             cache = cache_of(model(ids[:, :1], past_key_values=cache, use_cache=True))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_every_layer_caches_what_is_its_own(mode: str) -> None:
+    model, ids = native("unequal"), tokens(batch=3)
+    model.set_attention_mode(mode)
+    with torch.no_grad():
+        cache = cache_of(model(ids, use_cache=True))
+        cache = cache_of(model(ids[:, :1], past_key_values=cache, use_cache=True))
+    found = [(layer.keys.shape, layer.values.shape) for layer in cache.layers]
+    assert found == [((3, 1, 13, c), (3, 1, 13, r)) for c, r in ((10, 4), (17, 0), (5, 6))]
+
+
 def test_cached_rows_are_the_latent_and_the_rotated_shared_key() -> None:
     model, ids = native("latent-bias"), tokens(batch=1)
     with torch.no_grad():
@@ -172,7 +184,7 @@ def greedy_by_hand(model: MLAForCausalLM, prompt: Tensor, count: int) -> list[in
     return ids[len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("variant", ["plain", "biases", "windows"])
+@pytest.mark.parametrize("variant", ["plain", "biases", "windows", "unequal"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_padded_batch_continues_as_each_prompt_alone(variant: str, mode: str) -> None:
     model = native(variant)
@@ -198,13 +210,14 @@ def test_beams_carry_their_own_cache() -> None:
 
 def weights_of(model: MLAForCausalLM, layer: int) -> MLAWeights:
     config = model.config
-    shape = MLAShape(config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim)
+    rank, rope = config.kv_rank_of(layer), config.rope_dim_of(layer)
+    shape = MLAShape(rank, rope, config.qk_nope_head_dim, config.v_head_dim)
     tensors = dict(model.model.layers[layer].self_attn.named_parameters())
     return from_hf(tensors, shape, config.num_attention_heads, tuple(config.rope_inv_freq[layer]))
 
 
 @pytest.mark.parametrize("merge", ["never", "always"])
-@pytest.mark.parametrize("variant", ["plain", "biases"])
+@pytest.mark.parametrize("variant", ["plain", "biases", "unequal"])
 def test_matrices_made_ready_decode_to_the_same(variant: str, merge) -> None:
     model, ids = native(variant), tokens()
     expected = torch.stack([logits_by_hand(model, row)[0] for row in ids])[:, -1:]
@@ -249,7 +262,7 @@ def test_attentions_are_the_papers(mode: str) -> None:
             assert max_difference(found[row], expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("variant", ["plain", "biases", "tied", "windows"])
+@pytest.mark.parametrize("variant", ["plain", "biases", "tied", "windows", "unequal"])
 def test_a_saved_model_comes_back(variant: str, tmp_path: Path) -> None:
     model, ids = native(variant), tokens()
     model.save_pretrained(tmp_path)
@@ -325,10 +338,44 @@ def test_embeddings_stand_for_tokens_and_one_of_both_is_needed() -> None:
 def test_sizes_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(ValueError, match="even"):
         MLAConfig(**SIZES | {"qk_rope_head_dim": 5})
-    with pytest.raises(ValueError, match=r"\(3, 3\)"):
+    with pytest.raises(ValueError, match=r"\[3, 3, 3\], found \[3, 3\]"):
         MLAConfig(**SIZES | {"rope_inv_freq": [[1.0, 0.5, 0.1]] * 2})
-    with pytest.raises(ValueError, match=r"\(3, 3\)"):
+    with pytest.raises(ValueError, match=r"\[3, 3, 3\], found \[3, 2, 3\]"):
         MLAConfig(**SIZES | {"rope_inv_freq": [[1.0, 0.5, 0.1], [1.0, 0.5], [1.0, 0.5, 0.1]]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kv_lora_ranks": None}, "go together"),
+        ({"qk_rope_head_dims": None}, "go together"),
+        ({"kv_lora_ranks": [10, 17]}, "each of 3 layers"),
+        ({"qk_rope_head_dims": [4, 0, 6, 6]}, "each of 3 layers"),
+        ({"kv_lora_rank": 10}, "the largest of kv_lora_ranks, 17"),
+        ({"qk_rope_head_dim": 8}, "the largest of qk_rope_head_dims, 6"),
+        ({"qk_rope_head_dims": [3, 0, 6]}, "even"),
+        ({"qk_rope_head_dims": [4, 2, 6]}, r"\[2, 1, 3\], found \[2, 0, 3\]"),
+    ],
+    ids=str,
+)
+def test_sizes_of_layers_that_do_not_go_together_are_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        MLAConfig(**{**SIZES, **VARIANTS["unequal"], **changes})
+
+
+def test_frequencies_of_unequal_layers_are_geometric_unless_given() -> None:
+    config = MLAConfig(**{**SIZES, **VARIANTS["unequal"], "rope_inv_freq": None})
+    assert config.rope_inv_freq == [[1.0, 10000**-0.5], [], pytest.approx([1.0, 10000 ** (-1 / 3), 10000 ** (-2 / 3)])]
+
+
+def test_layers_alike_are_not_listed(tmp_path: Path) -> None:
+    """A folder of one size is written as it was before layers could differ."""
+    native().save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert not {"kv_lora_ranks", "qk_rope_head_dims"} & set(said)
+    native("unequal").save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert (said["kv_lora_ranks"], said["qk_rope_head_dims"]) == ([10, 17, 5], [4, 0, 6])
 
 
 def test_the_vocabulary_is_the_heads() -> None:
