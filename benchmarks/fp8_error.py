@@ -67,7 +67,7 @@ def measure(model: Any, contexts: Tensor) -> dict[str, dict[str, float]]:
     for name, store in FORMATS.items():
         errors: list[float] = []
         handles = [
-            layer.self_attn.kv_a_proj_with_mqa.register_forward_hook(_hook(store, model.config.kv_lora_rank, errors))
+            layer.self_attn.kv_a_proj_with_mqa.register_forward_hook(_hook(store, layer.self_attn.kv_lora_rank, errors))
             for layer in model.model.layers
         ]
         divergence = growth = 0.0

@@ -125,21 +125,21 @@ def _static_cache(model: Any, context: int, room: int) -> Any:
 def _filled(cache: Any, model: Any, context: int) -> Any:
     generator = torch.Generator().manual_seed(0)
     for layer in range(model.config.num_hidden_layers):
-        heads, *widths = _cached_shape(model)
+        heads, *widths = _cached_shape(model, layer)
         rows = (torch.randn(1, heads, context, width, generator=generator) * FILL_SCALE for width in widths)
         cache.update(*(part.to(model.dtype) for part in rows), layer)
     return cache
 
 
-def _cached_shape(model: Any) -> tuple[int, int, int]:
+def _cached_shape(model: Any, layer: int) -> tuple[int, int, int]:
     """KV heads and the widths of the two tensors that a layer caches: K and V, or the latent and its RoPE part."""
     config = model.config
     if hasattr(config, "kv_lora_rank"):
-        return 1, config.kv_lora_rank, config.qk_rope_head_dim
+        return 1, config.kv_rank_of(layer), config.rope_dim_of(layer)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_key_value_heads, head_dim, head_dim
 
 
 def _numbers(model: Any) -> int:
-    heads, first, second = _cached_shape(model)
-    return heads * (first + second) * model.config.num_hidden_layers
+    shapes = [_cached_shape(model, layer) for layer in range(model.config.num_hidden_layers)]
+    return sum(heads * (first + second) for heads, first, second in shapes)

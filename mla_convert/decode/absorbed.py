@@ -1,8 +1,8 @@
 """Decode-ready matrices beside a converted model's weights: written once, attached when it is loaded for decoding.
 
 absorbed.safetensors holds per layer i ``layers.i.w_uk`` [H N C] and either ``layers.i.w_uv_t`` [H C V] or, where W_UV
-and W_O are merged, ``layers.i.w_comb`` [H C D]; its metadata the decision, the shapes and a digest of the weights that
-it was made from.
+and W_O are merged, ``layers.i.w_comb`` [H C D]; its metadata the decision, the shapes (one for each layer where layers
+differ) and a digest of the weights that it was made from.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mla_convert.errors import FormatError, OutputError, SourceError, VerificationError
-from mla_convert.maths.absorb import AbsorbedMatrices, Merge, absorb_layer
+from mla_convert.maths.absorb import AbsorbedMatrices, Merge, absorb_layer, merging_is_smaller
 from mla_convert.progress import Progress, silent
 
 ABSORBED_FILE = "absorbed.safetensors"
@@ -61,27 +61,30 @@ def save_absorbed(folder: Path, merge: Merge = "auto", progress: Progress | None
     """
     report = progress or silent
     config = _native_config(folder)
-    heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
     nope_dim, value_dim = config["qk_nope_head_dim"], config["v_head_dim"]
-    layers = config["num_hidden_layers"]
+    ranks = config.get("kv_lora_ranks") or [config["kv_lora_rank"]] * layers
+    # Decided once, so that all layers are kept alike: what both forms take is linear in the rank.
+    smaller = merging_is_smaller(heads, round(sum(ranks) / layers), value_dim, config["hidden_size"])
+    wanted: Merge = ("always" if smaller else "never") if merge == "auto" else merge
     digest = hashlib.sha256()
     tensors: dict[str, Tensor] = {}
-    shapes: dict[str, list[int]] = {}
+    shapes: list[dict[str, list[int]]] = []
     for layer in range(layers):
         kv_b, o_proj = _up_and_output(folder, layer)
         _update(digest, kv_b, o_proj)
-        w_uk, w_uv = kv_b.view(heads, nope_dim + value_dim, rank).split([nope_dim, value_dim], dim=1)
-        matrices = absorb_layer(w_uk, w_uv, o_proj.view(-1, heads, value_dim), merge=merge)
-        shapes = {name: list(tensor.shape) for name, tensor in _named(matrices)}
+        w_uk, w_uv = kv_b.view(heads, nope_dim + value_dim, ranks[layer]).split([nope_dim, value_dim], dim=1)
+        matrices = absorb_layer(w_uk, w_uv, o_proj.view(-1, heads, value_dim), merge=wanted)
+        shapes.append({name: list(tensor.shape) for name, tensor in _named(matrices)})
         tensors |= {f"layers.{layer}.{name}": tensor for name, tensor in _named(matrices)}
         report("absorption", layer + 1, layers)
-    merged = "w_comb" in shapes
+    merged = wanted == "always"
     metadata = {
         "format": "pt",
         "merge": merge,
         "merged": json.dumps(merged),
         "layers": str(layers),
-        "shapes": json.dumps(shapes),
+        "shapes": json.dumps(shapes[0] if all(shape == shapes[0] for shape in shapes) else shapes),
         "source_digest": digest.hexdigest(),
     }
     file = folder / ABSORBED_FILE

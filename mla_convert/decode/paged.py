@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,10 +12,11 @@ import torch
 from torch import Tensor
 
 from mla_convert.decode.blocks import PAGE_TOKENS, BlockAllocator
+from mla_convert.decode.rows import row_layout
 from mla_convert.decode.views import AttendingStep, GatheredSequence
 from mla_convert.errors import CacheFullError, UsageError
 from mla_kernels.decode import mla_decode
-from mla_kernels.fp8 import dequantize_latent, fp8_layout, quantize_latent
+from mla_kernels.fp8 import dequantize_latent, quantize_latent
 
 CacheDtype = Literal["auto", "fp8"]
 
@@ -64,7 +64,7 @@ class CacheStatistics:
 
 
 class PagedLatentCache:
-    """The cached rows [c_kv | k_rope] of every layer, [layers, pages, 64, C+R], and who holds which page.
+    """The cached rows [c_kv | k_rope] of every layer, [pages, 64, C+R] each, and who holds which page.
 
     A sequence is opened with its tokens, which gives it the pages that already hold a beginning of them; the rest is
     appended by running the model with one of the two caches made here, :meth:`prefilling` or :meth:`decoding`. Only
@@ -72,12 +72,17 @@ class PagedLatentCache:
     their rows, as the others do.
 
     Args:
-        config: of a native model (sizes and number of layers).
+        config: of a native model (the sizes of its layers).
         pages: how many pages of 64 tokens.
         dtype: what the model computes in.
         cache_dtype: ``auto`` stores ``dtype``; ``fp8`` packed rows of 8-bit codes with a scale for every token and
             128 latent channels, their RoPE part in bfloat16. What is attended to is what is stored, in the prefill too,
             so that an answer does not depend on what was shared.
+
+    Attributes:
+        rows: each layer's layout.
+        pool: all that is stored, in one piece.
+        layers: views of it, each layer's pages [pages, 64, width].
 
     Raises:
         UsageError: there are no pages.
@@ -95,24 +100,23 @@ class PagedLatentCache:
     ) -> None:
         if pages < 1:
             raise UsageError(f"a cache of {pages} pages holds nothing", "give it at least one page")
-        self.rank: int = config.kv_lora_rank
-        self.rope_dim: int = config.qk_rope_head_dim
         self.dtype = dtype
         self.fp8 = cache_dtype == "fp8"
-        # Packed rows hold whole groups of 16 channels.
-        self.stored_rank = self.rank + (-self.rank % 16 if self.fp8 else 0)
-        width, stored = self.rank + self.rope_dim, dtype
-        if self.fp8:
-            width, stored = fp8_layout(self.stored_rank, self.rope_dim).row_bytes, torch.uint8
-        shape = (config.num_hidden_layers, pages, PAGE_TOKENS, width)
+        self.rows = tuple(
+            row_layout(config.kv_rank_of(i), config.rope_dim_of(i), fp8=self.fp8)
+            for i in range(config.num_hidden_layers)
+        )
+        stored = torch.uint8 if self.fp8 else dtype
+        sizes = [pages * PAGE_TOKENS * row.width for row in self.rows]
         try:
-            self.pool = torch.empty(shape, dtype=stored, device=device)
+            self.pool = torch.empty(sum(sizes), dtype=stored, device=device)
         except (RuntimeError, MemoryError) as error:
             raise CacheFullError(
                 f"{device} has no memory for a cache of {pages} pages of {PAGE_TOKENS} tokens, "
-                f"{math.prod(shape) * stored.itemsize} bytes",
+                f"{sum(sizes) * stored.itemsize} bytes",
                 "ask for fewer new tokens, or decode fewer prompts at once",
             ) from error
+        self.layers = tuple(part.view(pages, PAGE_TOKENS, -1) for part in self.pool.split(sizes))
         self.allocator = BlockAllocator(pages, PAGE_TOKENS)
         self._peak = self._pages_shared = self._computed = self._shared = 0
 
@@ -165,23 +169,20 @@ class PagedLatentCache:
 
     def write(self, layer: int, slots: Tensor, c_kv: Tensor, k_rope: Tensor) -> None:
         """Store the rows c_kv [n C] and k_rope [n R] of a layer at ``slots`` [n], page · 64 + place in the page."""
-        rows = torch.cat((self.padded(c_kv), k_rope), dim=-1).detach()
+        layout = self.rows[layer]
+        rows = layout.padded(torch.cat((c_kv, k_rope), dim=-1)).detach()
         if self.fp8:
-            rows = quantize_latent(rows, self.stored_rank)
-        self.pool[layer].flatten(0, 1).index_copy_(0, slots, rows)
+            rows = quantize_latent(rows, layout.stored_rank)
+        self.layers[layer].flatten(0, 1).index_copy_(0, slots, rows)
 
     def gather(self, layer: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Return a copy of the first ``length`` rows in ``pages``: c_kv [length C] and k_rope [length R]."""
         where = torch.tensor(pages, dtype=torch.long, device=self.pool.device)
-        rows = self.pool[layer].index_select(0, where).flatten(0, 1)[:length]
+        layout = self.rows[layer]
+        rows = self.layers[layer].index_select(0, where).flatten(0, 1)[:length]
         if self.fp8:
-            rows = dequantize_latent(rows, self.stored_rank, self.rope_dim, dtype=self.dtype)
-        return rows[..., : self.rank], rows[..., self.stored_rank :]
-
-    def padded(self, latents: Tensor) -> Tensor:
-        """Return latents [... C] with the zero channels that are stored after them."""
-        missing = self.stored_rank - self.rank
-        return torch.nn.functional.pad(latents, (0, missing)) if missing else latents
+            rows = dequantize_latent(rows, layout.stored_rank, layout.stored_rope, dtype=self.dtype)
+        return rows[..., : layout.rank], rows[..., layout.stored_rank :][..., : layout.rope_dim]
 
     def check_backend(self, backend: Literal["triton", "torch"], heads: int) -> None:
         """Attend to no tokens at all, so that a backend that cannot attend here fails before anything is computed.
@@ -189,8 +190,11 @@ class PagedLatentCache:
         Raises:
             KernelError: it cannot.
         """
-        query = torch.zeros(1, 1, heads, self.stored_rank + self.rope_dim, dtype=self.dtype, device=self.pool.device)
-        mla_decode(query, self.pool[0], self._int32([[0]]), self._int32([0]), self.stored_rank, 1.0, backend=backend)
+        table, length = self._int32([[0]]), self._int32([0])
+        for layout, pages in dict(zip(self.rows, self.layers, strict=True)).items():  # each size once
+            width = layout.stored_rank + layout.stored_rope
+            query = torch.zeros(1, 1, heads, width, dtype=self.dtype, device=self.pool.device)
+            mla_decode(query, pages, table, length, layout.stored_rank, 1.0, backend=backend)
 
     def statistics(self) -> CacheStatistics:
         """Return what the cache has held until now."""

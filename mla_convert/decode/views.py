@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -25,7 +24,7 @@ class GatheredSequence(Cache):
     """
 
     def __init__(self, pool: PagedLatentCache, slots: Tensor, pages: Sequence[int], length: int) -> None:
-        layers = range(pool.pool.shape[0])
+        layers = range(len(pool.layers))
         super().__init__(layers=[_GatheredLayer(pool, i, slots, pages, length) for i in layers])
 
 
@@ -74,10 +73,8 @@ class AttendingStep:
         backend: Literal["triton", "torch"],
     ) -> Tensor:
         """Store c_kv [B S C] and k_rope [B S R]; return the weighted latents [B S H C] of query [B S H C+R]."""
-        pool = self._pool
+        pool, layout = self._pool, self._pool.rows[layer_idx]
         pool.write(layer_idx, self._slots, c_kv.flatten(0, 1), k_rope.flatten(0, 1))
-        if pool.stored_rank > pool.rank:
-            query = torch.cat((pool.padded(query[..., : pool.rank]), query[..., pool.rank :]), dim=-1)
-        cached = pool.pool[layer_idx], self.block_table, self.cache_seqlens, pool.stored_rank, softmax_scale
-        latents, _ = mla_decode(query, *cached, window=window, backend=backend)
-        return latents[..., : pool.rank]
+        cached = pool.layers[layer_idx], self.block_table, self.cache_seqlens, layout.stored_rank, softmax_scale
+        latents, _ = mla_decode(layout.padded(query), *cached, window=window, backend=backend)
+        return latents[..., : layout.rank]

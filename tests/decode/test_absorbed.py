@@ -200,3 +200,21 @@ def test_reports_progress(folder):
     calls = []
     save_absorbed(folder, progress=lambda *call: calls.append(call))
     assert calls == [("absorption", i, LAYERS) for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("merge", ["auto", "never", "always"])
+def test_layers_of_different_ranks(tmp_path, merge):
+    sizes = {"kv_lora_rank": 20, "kv_lora_ranks": [3, 20, 8], "qk_rope_head_dims": [4, 2, 0]}
+    model, tokens = tiny_native(**sizes), torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    expected = decode_logits(model, tokens)
+    model.save_pretrained(tmp_path)
+    summary = save_absorbed(tmp_path, merge)
+    # rank 3 alone would merge (384 < 840), the layers together would not: 4·31·32 = 3,968 against 4·31·6 + 3·768
+    assert summary.merged is (merge == "always")
+    last = WIDTH if summary.merged else VALUE
+    assert summary.nbytes == 4 * HEADS * 31 * (NOPE + last)
+    with safe_open(summary.file, framework="pt") as written:
+        shapes = json.loads(written.metadata()["shapes"])
+    assert [layer["w_uk"] for layer in shapes] == [[HEADS, NOPE, rank] for rank in (3, 20, 8)]
+    assert attach_absorbed(model, tmp_path)
+    torch.testing.assert_close(decode_logits(model, tokens), expected, atol=1e-5, rtol=1e-5)

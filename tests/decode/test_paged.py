@@ -113,11 +113,11 @@ def test_what_is_stored_is_what_any_cache_stores() -> None:
         assert max_difference(k_rope, expected.layers[layer].values[0, 0]) <= TOLERANCE
         # by hand: token t lies in the sequence's page t // 64
         for t in (0, 63, 64, 129):
-            row = cache.pool[layer, sequence.pages[t // PAGE], t % PAGE]
+            row = cache.layers[layer][sequence.pages[t // PAGE], t % PAGE]
             assert torch.equal(row, torch.cat((c_kv[t], k_rope[t])))
 
 
-@pytest.mark.parametrize("variant", ["plain", "biases", "windows", "all-windows", "no-rope"])
+@pytest.mark.parametrize("variant", ["plain", "biases", "windows", "all-windows", "no-rope", "unequal"])
 def test_a_shared_beginning_is_stored_and_computed_once(variant: str) -> None:
     model, common = native(variant), ids(150)
     tokens_seen: list[int] = []
@@ -150,13 +150,13 @@ def test_shared_rows_are_the_same_rows_and_nobody_writes_them_again() -> None:
     first = cache.open([*common, 3])
     append(model, cache, first, [*common, 3])
     page = first.pages[0]
-    before = cache.pool[:, page].clone()
+    before = [pages[page].clone() for pages in cache.layers]
     second = cache.open([*common, 9])
     assert second.pages == [page]
     append(model, cache, second, [9])
     for _ in range(70):
         decode(model, cache, [first, second], [[5], [6]])
-    assert torch.equal(cache.pool[:, page], before)
+    assert all(torch.equal(pages[page], rows) for pages, rows in zip(cache.layers, before, strict=True))
     assert set(first.pages) & set(second.pages) == {page}
 
 
@@ -204,7 +204,8 @@ def test_freed_pages_poisoned_with_nan_never_leak() -> None:
         freed = sequence.pages
         cache.close(sequence)
         cache.allocator.forget_free()
-        cache.pool[:, freed] = float("nan")
+        for pages in cache.layers:
+            pages[freed] = float("nan")
 
 
 def state(cache: PagedLatentCache, *sequences: CachedSequence) -> object:
@@ -251,6 +252,22 @@ def test_gradients_do_not_reach_into_the_pool() -> None:
     with cache.prefilling(sequence, [2, 3, 4]) as view:
         model(torch.tensor([[2, 3, 4]]), cache=view, use_cache=True).logits.sum().backward()
     assert not cache.pool.requires_grad
+
+
+def test_a_layer_takes_what_its_own_sizes_need() -> None:
+    model, tokens = native("unequal"), ids(100)
+    cache = paged(model, pages=2)
+    assert [layer.shape for layer in cache.layers] == [(2, PAGE, c + r) for c, r in ((10, 4), (17, 0), (5, 6))]
+    statistics = cache.statistics()
+    assert (statistics.bytes_per_page, statistics.bytes_pool) == (PAGE * (14 + 17 + 11) * 4, 2 * PAGE * 42 * 4)
+    sequence = cache.open(tokens)
+    append(model, cache, sequence, tokens)
+    with torch.no_grad():
+        expected = cache_of(model(torch.tensor([tokens]), use_cache=True))
+    for layer, held in enumerate(expected.layers):
+        c_kv, k_rope = cache.gather(layer, sequence.pages, 100)
+        assert max_difference(c_kv, held.keys[0, 0]) <= TOLERANCE
+        assert torch.equal(k_rope, held.values[0, 0]) or max_difference(k_rope, held.values[0, 0]) <= TOLERANCE
 
 
 def test_a_cache_without_pages_is_refused() -> None:
@@ -347,3 +364,24 @@ def test_fp8_takes_any_rank(rank: int) -> None:
     found = append(model, cache, sequence, tokens), decode(model, cache, [sequence], [[5]])[0]
     error = max_difference(expected, alone(model, [*tokens, 5]))
     assert max_difference(torch.cat(found), expected) <= 0.1 * error
+
+
+def test_fp8_takes_layers_of_any_sizes_and_one_without_rope_dims() -> None:
+    model, tokens = native("unequal"), ids(90)
+    cache = paged(model, cache_dtype="fp8")
+    # 16, 32 and 16 codes, a scale of 4 bytes, and 4, 2 (for none) and 6 numbers of 2 bytes, in whole 16 bytes
+    assert [layer.shape[-1] for layer in cache.layers] == [32, 48, 32]
+    sequence = cache.open(tokens)
+    found = torch.cat((append(model, cache, sequence, tokens), decode(model, cache, [sequence], [[5]])[0]))
+
+    def stored(rows: Tensor) -> Tensor:
+        c, r = {14: (10, 4), 17: (17, 0), 11: (5, 6)}[rows.shape[-1]]
+        wide = torch.nn.functional.pad(rows[..., :c], (0, -c % 16))
+        rope = rows[..., c:] if r else rows.new_zeros(*rows.shape[:-1], 2)
+        wide = dequantize_latent(quantize_latent(torch.cat((wide, rope), dim=-1), wide.shape[-1]), c + -c % 16, r or 2)
+        return torch.cat((wide[..., :c], wide[..., c + -c % 16 :][..., :r]), dim=-1)
+
+    expected = with_changed_rows(model, [*tokens, 5], stored)
+    error = max_difference(expected, alone(model, [*tokens, 5]))
+    assert error > 0
+    assert max_difference(found, expected) <= 0.1 * error
