@@ -7,11 +7,12 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import LongTensor
 
 from mla_convert.calibrate.collect import collect
 from mla_convert.calibrate.statistics import (
@@ -42,6 +43,7 @@ from mla_convert.record import (
     build_record,
     model_card,
 )
+from mla_convert.refit import LayerRefit, refit_layers
 from mla_convert.sources import Source, open_source
 from mla_convert.spec import DTYPE_BYTES, OutputFormat, StockRope
 from mla_convert.transform import ConvertedLayer, convert_layer, slot_costs
@@ -114,23 +116,34 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
     timings["calibrate"] = time.perf_counter() - started
     counts, rope_parameters = _stock_slots(source, planned, statistics)
 
-    def converted(i: int) -> ConvertedLayer:
-        return convert_layer(
-            source.attention(i),
+    def converted(i: int, refit: LayerRefit) -> ConvertedLayer:
+        layer = convert_layer(
+            refit.source(source.attention(i)),
             statistics.layers[i] if statistics else None,
             source.spec.rope,
             planned.layers[i],
             planned.recipe,
             counts=counts,
         )
+        return replace(layer, weights=refit.converted(layer.weights))
+
+    refits, refit_text = (LayerRefit(),) * source.spec.num_layers, None
+    if planned.recipe.refit is not None and planned.recipe.refits:
+        started = time.perf_counter()
+        tokens = min(planned.recipe.refit.tokens, request.calibration_tokens or planned.recipe.refit.tokens)
+        contexts, refit_text = _contexts(request, source, planned.recipe, tokens)
+        refits = refit_layers(
+            source, contexts, planned.recipe.refit, lambda *layer: converted(*layer).weights, progress
+        )
+        timings["refit"] = time.perf_counter() - started
 
     errors: list[dict[str, float]] = []
     dampings: list[float] = []
 
     def layers() -> Iterator[tuple[int, MLAWeights]]:
         for i in range(source.spec.num_layers):
-            layer = converted(i)
-            errors.append(dict(layer.errors))
+            layer = converted(i, refits[i])
+            errors.append(dict(layer.errors) | refits[i].errors)
             dampings.append(layer.damping)
             weights = layer.weights.to(torch.float32)
             del layer  # or it would live on while the next one is made
@@ -153,7 +166,7 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
         verification = None
         if source.file_bytes() <= VERIFY_BYTES:
             # made again, so that writing never held more than one of them
-            again = {i: converted(i).weights.to(torch.float32) for i in range(source.spec.num_layers)}
+            again = {i: converted(i, refits[i]).weights.to(torch.float32) for i in range(source.spec.num_layers)}
             verification = _verify(source, again, folder, dtype_name)
         timings["verify"] = time.perf_counter() - started
         used = statistics.provenance if statistics else None
@@ -164,8 +177,9 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
             dtype=dtype_name,
             layers=planned.layers,
             recipe=planned.recipe.to_dict(),
-            seeds={"calibration": used.seed} if used else {},
+            seeds=({"calibration": used.seed} if used else {}) | ({"refit": request.seed} if refit_text else {}),
             calibration=CalibrationRecord(used.text_ref, used.text_digest, used.tokens) if used else None,
+            refit=refit_text,
             layer_errors=errors,
             dampings=dampings,
             timings=timings,
@@ -245,16 +259,8 @@ def _statistics(
         given = load_statistics(request.statistics)
         given.check(digests, source.spec, gradients=recipe.needs_gradients, held_out=recipe.needs_held_out)
         return given
-    texts = [read_text(ref) for ref in request.calibration or (BUILTIN_TEXT,)]
     tokens = request.calibration_tokens or recipe.calibration.tokens
-    context = min(recipe.calibration.context, source.spec.max_position_embeddings)
-    contexts = mixed_windows(
-        source.load_tokenizer(),
-        texts,
-        context=min(context, max(1, tokens // len(texts))),
-        max_tokens=tokens,
-        seed=request.seed,
-    )
+    contexts, text = _contexts(request, source, recipe, tokens)
     noise = None
     if recipe.factorise.noise > 0:
         vocabulary = min(source.spec.vocab_size, len(source.load_tokenizer()))  # embeddings may be padded
@@ -262,9 +268,9 @@ def _statistics(
         noise = uniform_windows(vocabulary, count=count, context=context, seed=request.seed)
     provenance = Provenance(
         source_digests=digests,
-        text_ref=" + ".join(text.ref for text in texts),
-        text_digest=joint_digest(texts),
-        tokens=contexts.numel(),
+        text_ref=text.ref,
+        text_digest=text.digest,
+        tokens=text.tokens,
         context=contexts.shape[1],
         seed=request.seed,
         gradients=recipe.needs_gradients,
@@ -289,6 +295,24 @@ def _statistics(
     if request.save_statistics is not None:
         save_statistics(statistics, request.save_statistics)
     return statistics
+
+
+def _contexts(
+    request: ConvertRequest, source: Source, recipe: Recipe, tokens: int
+) -> tuple[LongTensor, CalibrationRecord]:
+    """So many tokens of the calibration texts, in contexts, and what is recorded of them."""
+    assert recipe.calibration is not None  # a recipe that needs text has it
+    texts = [read_text(ref) for ref in request.calibration or (BUILTIN_TEXT,)]
+    context = min(recipe.calibration.context, source.spec.max_position_embeddings)
+    contexts = mixed_windows(
+        source.load_tokenizer(),
+        texts,
+        context=min(context, max(1, tokens // len(texts))),
+        max_tokens=tokens,
+        seed=request.seed,
+    )
+    ref = " + ".join(text.ref for text in texts)
+    return contexts, CalibrationRecord(ref, joint_digest(texts), contexts.numel())
 
 
 def _left_over(kept: Path, provenance: Provenance) -> Statistics | None:

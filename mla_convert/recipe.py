@@ -93,6 +93,22 @@ class AllocationRecipe:
 
 
 @dataclass(frozen=True)
+class RefitRecipe:
+    """Refits in closed form to what the converted layers before make of the text; see `mla_convert.refit`.
+
+    Attributes:
+        tokens: how much of the calibration text both models are run over, at most.
+        inputs: ridge of the refit of keys and values to the converted model's inputs; with 0 there is none.
+        outputs: ridge of the refit of W_O to the converted model's heads; with 0 there is none. Both ridges pull
+            towards what is there, as a share of the inputs' mean energy.
+    """
+
+    tokens: int
+    inputs: float
+    outputs: float
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A named conversion method."""
 
@@ -102,6 +118,12 @@ class Recipe:
     decouple: DecoupleRecipe
     factorise: FactoriseRecipe
     allocation: AllocationRecipe | None = None
+    refit: RefitRecipe | None = None
+
+    @property
+    def refits(self) -> bool:
+        """Whether any weight is refitted after calibration."""
+        return self.refit is not None and (self.refit.inputs > 0 or self.refit.outputs > 0)
 
     @property
     def allocates(self) -> bool:
@@ -126,7 +148,8 @@ class Recipe:
         found = asdict(self)
         if isinstance(self.factorise.damping, tuple):
             found["factorise"]["damping"] = list(self.factorise.damping)
-        return {name: value for name, value in found.items() if name != "allocation" or value is not None}
+        optional = ("allocation", "refit")
+        return {name: value for name, value in found.items() if name not in optional or value is not None}
 
 
 class _Model(BaseModel):
@@ -171,6 +194,12 @@ class _Allocation(_Model):
     spread: int = Field(default=64, ge=0)
 
 
+class _Refit(_Model):
+    tokens: int = Field(default=16384, ge=1)
+    inputs: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    outputs: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+
 class _Recipe(_Model):
     name: str
     description: str
@@ -178,6 +207,7 @@ class _Recipe(_Model):
     decouple: _Decouple
     factorise: _Factorise
     allocation: _Allocation | None = None
+    refit: _Refit | None = None
 
 
 def available_recipes() -> tuple[str, ...]:
@@ -215,11 +245,12 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
         decouple=DecoupleRecipe(**parsed.decouple.model_dump()),
         factorise=FactoriseRecipe(**parsed.factorise.model_dump()),
         allocation=AllocationRecipe(**parsed.allocation.model_dump()) if parsed.allocation else None,
+        refit=RefitRecipe(**parsed.refit.model_dump()) if parsed.refit else None,
     )
     _check_allocation(recipe, path)
     if recipe.calibration is None and not _weights_suffice(recipe):
         raise RecipeError(
-            f"the recipe {path} uses calibration statistics but has no calibration section",
+            f"the recipe {path} uses calibration text but has no calibration section",
             "add calibration: {tokens: ..., context: ...}",
         )
     return recipe
@@ -248,6 +279,7 @@ def _weights_suffice(recipe: Recipe) -> bool:
         and factorise.moment == "weights"
         and factorise.metric == "identity"
         and not recipe.needs_held_out
+        and not recipe.refits
     )
 
 

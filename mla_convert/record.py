@@ -58,7 +58,7 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class CalibrationRecord:
-    """The calibration text: the reference the user gave, sha256 of the text used, and tokens used."""
+    """The text of the calibration or of refits: the reference the user gave, sha256 of it, and tokens used."""
 
     ref: str
     digest: str
@@ -91,6 +91,7 @@ class ConversionFacts:
     recipe: Mapping[str, Any]
     seeds: Mapping[str, int] = field(default_factory=dict)
     calibration: CalibrationRecord | None = None
+    refit: CalibrationRecord | None = None
     layer_errors: Sequence[Mapping[str, float]] = ()
     dampings: Sequence[float] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
@@ -126,6 +127,7 @@ def build_record(facts: ConversionFacts) -> dict[str, Any]:
         "recipe": facts.recipe,
         "seeds": facts.seeds,
         "calibration": facts.calibration,
+        "refit": facts.refit,
         "plan": {
             "layers": facts.layers,
             "cache": {
@@ -318,6 +320,8 @@ def _recipe(record: Mapping[str, Any]) -> str:
         if calibration
         else "No calibration text was used."
     )
+    if refit := record.get("refit"):
+        used += f" Refits: {refit['tokens']:,} tokens of `{refit['ref']}` (sha256 {refit['digest']})."
     seeds = ", ".join(f"{name} {seed}" for name, seed in record["seeds"].items())
     return f"```yaml\n{text}```\n\n{used}" + (f" Seeds: {seeds}." if seeds else "")
 

@@ -115,6 +115,19 @@ def test_several_dampings_are_chosen_from_by_gradients_on_contexts_held_out(writ
         load_recipe(written(content(calibration=None, **WEIGHTS_ONLY, factorise__damping=[0.1, 1.0])))
 
 
+def test_refits_are_absent_unless_a_ridge_asks_for_them(written) -> None:
+    assert "refit" not in load_recipe(written(content())).to_dict()
+    empty = load_recipe(written(content(refit={})))
+    assert empty.to_dict()["refit"] == {"tokens": 16384, "inputs": 0.0, "outputs": 0.0}
+    assert not empty.refits
+    for ridge in ("inputs", "outputs"):
+        recipe = load_recipe(written(content(refit={"tokens": 512, ridge: 0.01})))
+        assert recipe.refits
+        assert not recipe.needs_held_out
+    with pytest.raises(RecipeError, match="no calibration section"):
+        load_recipe(written(content(calibration=None, **WEIGHTS_ONLY, refit={"outputs": 0.1})))
+
+
 def test_allocation_is_absent_unless_it_is_asked_for(written) -> None:
     assert "allocation" not in load_recipe(written(content())).to_dict()
     assert not load_recipe(written(content(allocation={"step": 4}))).allocates
@@ -152,6 +165,11 @@ def test_allocation_without_gradients_or_without_a_choice_is_refused(written, al
         ({"factorise__noise": -1.0}, "factorise.noise"),
         ({"factorise__damping": "much"}, "factorise.damping"),
         ({"factorise__damping": []}, "factorise.damping"),
+        ({"refit": {"tokens": 0}}, "refit.tokens"),
+        ({"refit": {"inputs": -0.1}}, "refit.inputs"),
+        ({"refit": {"outputs": float("inf")}}, "refit.outputs"),
+        ({"refit": {"outputs": "0.1"}}, "refit.outputs"),
+        ({"refit": {"queries": 0.1}}, "refit.queries"),
         ({"factorise__damping": [0.1, -0.1]}, "factorise.damping"),
         ({"factorise__damping": [[0.1]]}, "factorise.damping"),
         ({"factorise__damping": True}, "factorise.damping"),
