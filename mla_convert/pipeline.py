@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import LongTensor
 
+from mla_convert.allocate import allocate
 from mla_convert.calibrate.collect import collect
 from mla_convert.calibrate.statistics import (
     Provenance,
@@ -115,6 +116,11 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
     statistics = _statistics(request, source, planned.recipe, kept, progress)
     timings["calibrate"] = time.perf_counter() - started
     counts, rope_parameters = _stock_slots(source, planned, statistics)
+    if planned.provisional and statistics is not None:
+        started = time.perf_counter()
+        layer_sizes = allocate(planned, statistics.layers, source.attention, progress)
+        planned = replace(planned, layers=layer_sizes, provisional=False)
+        timings["allocate"] = time.perf_counter() - started
 
     def converted(i: int, refit: LayerRefit) -> ConvertedLayer:
         layer = convert_layer(
@@ -158,7 +164,7 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
             "progress": progress,
         }
         if planned.format == "native":
-            write_native(source, layers(), planned.layers[0], folder, **common)
+            write_native(source, layers(), planned.layers, folder, **common)
         else:
             write_deepseek(source, layers(), planned.layers[0], folder, rope_parameters=rope_parameters, **common)
         timings["write"] = time.perf_counter() - started
@@ -216,6 +222,9 @@ def _prepare(request: ConvertRequest) -> tuple[Source, ConversionPlan, tuple[str
         if planned.stock_rope == "longrope":
             parameters = longrope_parameters([1.0], 10000.0, source.spec.max_position_embeddings)
         notes = check_deepseek(source.spec, rope_parameters=parameters, dtype=dtype)
+    if recipe.allocates and not planned.provisional:
+        why = "the sizes were given" if planned.format == "native" else "a deepseek folder has one size for all layers"
+        notes = (*notes, f"The recipe's allocation of sizes was not used: {why}.")
     return source, planned, notes
 
 

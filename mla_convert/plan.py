@@ -21,6 +21,7 @@ class ConversionPlan:
         layers: the sizes of every layer.
         stock_rope: for the deepseek format, ``default`` (slots at a geometric progression of frequencies, which every
             engine computes from a base) or ``longrope`` (any frequencies, the same in all layers; transformers only).
+        provisional: whether `layers` stand for budgets that are divided after calibration (`mla_convert.allocate`).
         rope_strides: for ``default``, steps s such that the pairs 0, s, 2s, ... can hold the slots; calibration
             chooses one of them.
     """
@@ -31,6 +32,7 @@ class ConversionPlan:
     layers: tuple[MLAShape, ...]
     stock_rope: StockRope = "default"
     rope_strides: tuple[int, ...] = ()
+    provisional: bool = False
 
     @property
     def cached_per_token_layer(self) -> float:
@@ -86,7 +88,17 @@ def make_plan(
         layers=(shape,) * spec.num_layers,
         stock_rope=stock_rope,
         rope_strides=() if free else _usable(strides, shape, spec),
+        provisional=recipe.allocates and format == "native" and kv_rank is None,
     )
+
+
+def shape_for_budget(spec: SourceSpec, recipe: Recipe, budget: int) -> MLAShape:
+    """Return the sizes of a native layer of `budget` cached numbers a token, C against R by the recipe's share.
+
+    Raises:
+        PlanError: they leave no latent.
+    """
+    return _shape_for_budget(spec, recipe, budget / spec.kv_width, "native", None)
 
 
 def largest_rank(spec: SourceSpec, rope_dim: int) -> int:

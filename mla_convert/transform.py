@@ -12,7 +12,7 @@ from torch import Tensor
 from mla_convert.calibrate.statistics import GradientStatistics, LayerStatistics, nothing_held_out
 from mla_convert.errors import StatisticsError
 from mla_convert.maths.decouple import KeySlots, Substitution, choose_slots, replacement_metric
-from mla_convert.maths.factorise import JointFactors, factorise_joint, truncation_error
+from mla_convert.maths.factorise import JointFactors, factorise_joint, truncation_curve, truncation_error
 from mla_convert.maths.linalg import damped_power
 from mla_convert.maths.metrics import attention_output_metric, balanced_metric, mixed_metric
 from mla_convert.maths.rope import pair_moments, pair_rows, real_operator, real_rows
@@ -102,14 +102,42 @@ def _factorise(
     if not recipe.needs_held_out:
         damping, factors = next(iter(candidates.items()))
         return factors, damping, {}
-    held_out = _seen(statistics).held_out
-    if held_out is None:
-        raise nothing_held_out()
-    moment, metric = split.residual @ held_out.attended_moment @ split.residual.mT, held_out.content_moment
+    moment, metric = _held_out(split, statistics)
     errors = {damping: truncation_error(factors, moment, metric) for damping, factors in candidates.items()}
     damping = min(errors, key=errors.__getitem__)
     total = torch.sum(metric * moment).item()
     return candidates[damping], damping, {"held_out": max(errors[damping] / total, 0.0) if total > 0 else 0.0}
+
+
+def predict_truncation(split: SplitLayer, statistics: LayerStatistics | None, recipe: Recipe) -> Float[Tensor, " J1"]:
+    """Return tr(F E), F the Fisher information and E the moment of what rank C = 0, ..., J loses of the content.
+
+    At each rank it is that of the damping which the conversion takes there.
+
+    Raises:
+        StatisticsError: the statistics hold no gradients, or nothing held out where the recipe has dampings to choose.
+    """
+    fisher, size = _gradients(statistics).content_moment, split.moment.shape[0]
+    candidates = [
+        factorise_joint(split.content_moment, split.output_metric, size, damping=damping)
+        for damping in recipe.factorise.dampings
+    ]
+    errors = torch.stack([truncation_curve(factors, split.content_moment, fisher) for factors in candidates])
+    if len(candidates) == 1:
+        return errors[0]
+    moment, metric = _held_out(split, statistics)
+    held_out = torch.stack([truncation_curve(factors, moment, metric) for factors in candidates])
+    return errors.gather(0, held_out.argmin(0, keepdim=True))[0]
+
+
+def _held_out(
+    split: SplitLayer, statistics: LayerStatistics | None
+) -> tuple[Float[Tensor, "J J"], Float[Tensor, "J J"]]:
+    """The moment of held-out content, and its Fisher information."""
+    held_out = _seen(statistics).held_out
+    if held_out is None:
+        raise nothing_held_out()
+    return split.residual @ held_out.attended_moment @ split.residual.mT, held_out.content_moment
 
 
 def split_layer(

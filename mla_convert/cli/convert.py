@@ -143,6 +143,7 @@ def convert(
         console.silence_loading()
         with console.progress() as progress:
             record = pipeline.convert(request, progress)
+        facts |= {"layers": record["plan"]["layers"], "provisional": False}
         console.result({"source": source, "out": str(out), "plan": facts, "record": record})
         _show_plan(console, source, facts)
         _show_errors(console, record)
@@ -176,7 +177,10 @@ def check_sizes(cache: float | None, kv_rank: int | None, rope_dim: int | None) 
 
 
 def describe_plan(plan: ConversionPlan) -> dict[str, Any]:
-    """Return a plan as ``convert --dry-run --json`` prints it."""
+    """Return a plan as ``convert --dry-run --json`` prints it.
+
+    ``provisional``: the recipe divides the sum of C + R after calibration, and ``layers`` only stand for it.
+    """
     from dataclasses import asdict
 
     return {
@@ -188,14 +192,17 @@ def describe_plan(plan: ConversionPlan) -> dict[str, Any]:
         "source_cache_bytes_per_token": {dtype: plan.source_cache_bytes_per_token(dtype) for dtype in CACHE_DTYPES},
         "cache_bytes_per_token": {dtype: plan.cache_bytes_per_token(dtype) for dtype in CACHE_DTYPES},
         "layers": [asdict(shape) for shape in plan.layers],
+        "provisional": plan.provisional,
     }
 
 
 def _show_plan(console: Screen, source: str, facts: dict[str, Any]) -> None:
-    shape = facts["layers"][0]
     before, after = facts["source_cache_bytes_per_token"], facts["cache_bytes_per_token"]
     change = f"{facts['ratio'] - 1:+.1%}"
-    title = f"{source} to {facts['format']}, recipe {facts['recipe']}: C {shape['kv_rank']}, R {shape['rope_dim']}"
+    sizes = ", ".join(f"{letter} {_range(facts, name)}" for letter, name in (("C", "kv_rank"), ("R", "rope_dim")))
+    title = f"{source} to {facts['format']}, recipe {facts['recipe']}: {sizes}"
+    if facts["provisional"]:
+        title += " before calibration"
     rows = [
         (
             "numbers a layer and token",
@@ -206,6 +213,11 @@ def _show_plan(console: Screen, source: str, facts: dict[str, Any]) -> None:
         *((f"bytes a token, {dtype}", f"{before[dtype]:,}", f"{after[dtype]:,}", change) for dtype in CACHE_DTYPES),
     ]
     console.table(title, ("cache", "before", "after", "change"), rows)
+
+
+def _range(facts: dict[str, Any], name: str) -> str:
+    sizes = [layer[name] for layer in facts["layers"]]
+    return f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{sizes[0]}"
 
 
 def _show_errors(console: Screen, record: dict[str, Any]) -> None:

@@ -62,3 +62,17 @@ def truncation_error(factors: JointFactors, moment: Float[Tensor, "J J"], metric
     """
     lost = torch.eye(moment.shape[0], dtype=torch.float64, device=moment.device) - factors.up @ factors.down
     return torch.sum(metric.double() * (lost @ moment.double() @ lost.mT)).item()
+
+
+def truncation_curve(
+    factors: JointFactors, moment: Float[Tensor, "J J"], metric: Float[Tensor, "J J"]
+) -> Float[Tensor, " J1"]:
+    """Return :func:`truncation_error` of the first C = 0, ..., J directions of factors of full rank, J + 1 numbers.
+
+    What C directions lose is the sum of the others, e = Σ_{c>=C} up_c (down_c y), so the errors are sums over the
+    trailing C:, C: blocks of (up^T A up) ∘ (down E[y y^T] down^T). Under the moment that the factors were made from the
+    down-projections are uncorrelated, and every direction costs by itself.
+    """
+    costs = (factors.up.mT @ metric.double() @ factors.up) * (factors.down @ moment.double() @ factors.down.mT)
+    trailing = costs.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)
+    return torch.cat((trailing, trailing.new_zeros(1))).clamp_min(0.0)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_convert.maths.factorise import factorise_joint, truncation_error
+from mla_convert.maths.factorise import factorise_joint, truncation_curve, truncation_error
 from tests.maths.samples import complex_normal, max_difference, normal, second_moment
 
 SIZE = 8
@@ -160,3 +160,23 @@ def test_shapes_are_enforced_here():
         factorise_joint(normal(3, 4), normal(3, 3), 2, damping=0.0)
     with pytest.raises(TypeCheckError):
         factorise_joint(complex_normal(3, 3), normal(3, 3), 2, damping=0.0)
+
+
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+def test_the_curve_is_the_error_at_every_rank(damping, other):
+    """Under the moment that the factors were made from, and under another, where directions are correlated."""
+    moment, metric = moment_of(SIZE, 4), moment_of(SIZE, 5)
+    curve = truncation_curve(
+        factorise_joint(moment, metric, SIZE, damping=damping),
+        seen := moment_of(SIZE, 6) if other else moment,
+        fisher := moment_of(SIZE, 7),
+    )
+    assert curve.shape == (SIZE + 1,)
+    scale = torch.trace(fisher @ seen).item()
+    assert curve[0].item() == pytest.approx(scale)
+    for rank in range(SIZE + 1):
+        factors = factorise_joint(moment, metric, rank, damping=damping)
+        direct = error(factors.up @ factors.down, seen, fisher)
+        # the direct error is a difference of numbers as large as `scale`
+        assert curve[rank].item() == pytest.approx(direct, rel=1e-6, abs=1e-10 * scale)

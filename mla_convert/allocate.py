@@ -1,0 +1,132 @@
+"""Sizes by predicted loss: a layer's budget divided into C and R, and the model's budget over its layers.
+
+What a conversion adds to the loss is predicted to second order, with a Kronecker-factored Fisher information (K-FAC;
+Martens and Grosse, arXiv:1503.05671): ½ tr(F E) for an error of second moment E where the loss's gradient has the
+second moment F. This is one unit for what a latent truncates and for what loses its rotation, and for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mla_convert.calibrate.statistics import LayerStatistics
+from mla_convert.errors import PlanError
+from mla_convert.maths.knapsack import cheapest_choices
+from mla_convert.plan import ConversionPlan, largest_rank, shape_for_budget
+from mla_convert.progress import Progress, silent
+from mla_convert.recipe import AllocationRecipe, Recipe
+from mla_convert.sources.attention import AttentionWeights
+from mla_convert.spec import MLAShape, RopeSpec
+from mla_convert.transform import predict_truncation, split_layer
+
+# Each R that is tried costs a layer three eigendecompositions of 2·G·K rows; wide layers get a coarser choice.
+MOST_ROPE_DIMS = 24
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """What a layer with R RoPE dims is predicted to cost.
+
+    Attributes:
+        moved: E|Σ conj(e) z|² of the key components z that lose their rotation, e their gradient's error.
+        truncated: tr(F E) of what a latent of rank C = 0, ..., J loses.
+    """
+
+    moved: float
+    truncated: Float[Tensor, " J1"]
+
+    def at(self, rank: int, moved_weight: float) -> float:
+        """The predicted change of the loss at C = `rank`, nats a token."""
+        return 0.5 * (moved_weight * self.moved + self.truncated[rank].item())
+
+
+def loss_curve(
+    source: AttentionWeights, statistics: LayerStatistics, rope: RopeSpec, rope_dim: int, recipe: Recipe
+) -> LossCurve:
+    """Return the predicted cost of the conversion that `recipe` makes with R = `rope_dim`.
+
+    Raises:
+        StatisticsError: the statistics hold no gradients.
+    """
+    split = split_layer(source, statistics, rope, rope_dim, recipe)
+    return LossCurve(max(split.slots.moved_cost, 0.0), predict_truncation(split, statistics, recipe))
+
+
+def allocate(
+    planned: ConversionPlan,
+    statistics: Sequence[LayerStatistics],
+    attention: Callable[[int], AttentionWeights],
+    progress: Progress | None = None,
+) -> tuple[MLAShape, ...]:
+    """Return the sizes of every layer that cost the least predicted loss; C + R adds up to what the plan has.
+
+    Args:
+        planned: a provisional plan: uniform sizes, whose C + R is the budget of a layer.
+        attention: gives a layer's weights, one at a time.
+
+    Raises:
+        StatisticsError: the statistics hold no gradients.
+    """
+    progress, spec, recipe = progress or silent, planned.source, planned.recipe
+    how = recipe.allocation
+    if how is None or not planned.provisional:
+        raise ValueError("the plan leaves nothing to allocate")
+    budgets = _budgets(planned, how)
+    candidates = [_candidates(planned, how, budget, max(budgets)) for budget in budgets]
+    rope_dims = sorted({shape.rope_dim for shapes in candidates for shape in shapes})
+    best: list[list[tuple[float, MLAShape]]] = []
+    for i in range(spec.num_layers):
+        source = attention(i)
+        curves = {dim: loss_curve(source, statistics[i], spec.rope, dim, recipe) for dim in rope_dims}
+        best.append([_cheapest(shapes, curves, how.moved_weight, planned.layers[i]) for shapes in candidates])
+        progress("allocate", i + 1, spec.num_layers)
+    costs = torch.tensor([[cost for cost, _ in row] for row in best], dtype=torch.float64)
+    chosen = cheapest_choices(costs, spec.num_layers * budgets.index(planned.layers[0].cached))
+    return tuple(row[choice][1] for row, choice in zip(best, chosen, strict=True))
+
+
+def _budgets(planned: ConversionPlan, how: AllocationRecipe) -> list[int]:
+    """What a layer's C + R may be, ascending by steps; the plan's own is among them."""
+    budget = planned.layers[0].cached
+    if how.layers == "uniform":
+        return [budget]
+    least, most = max(2 * how.step, -(-budget // 2)), min(budget + how.spread, planned.source.kv_width)
+    below, above = max(0, budget - least) // how.step, max(0, most - budget) // how.step
+    return [budget + how.step * steps for steps in range(-below, above + 1)]
+
+
+def _candidates(planned: ConversionPlan, how: AllocationRecipe, budget: int, largest: int) -> list[MLAShape]:
+    """The sizes that a layer of C + R = `budget` may have: the plan's own, and those that the recipe leaves open."""
+    spec, own = planned.source, planned.layers[0]
+    if how.split == "share":
+        if budget == own.cached:
+            return [own]
+        try:
+            shape = shape_for_budget(spec, planned.recipe, budget)
+        except PlanError:
+            return []
+        return [shape] if shape.cached == budget else []
+    # Keys have half the source's numbers: with all slots R is half of C + R, and values need at least the other half.
+    most = min(largest // 2, spec.max_rope_dim)
+    if planned.recipe.decouple.slots == "one_per_pair":
+        most = min(most, spec.rope.dim)
+    stride = how.step * -(-most // (how.step * MOST_ROPE_DIMS)) or how.step
+    found = []
+    for rope in sorted({*range(0, most + 1, stride), own.rope_dim}):
+        fits = 1 <= budget - rope <= largest_rank(spec, rope)
+        if fits and (rope <= budget // 2 or rope == own.rope_dim):
+            found.append(MLAShape(budget - rope, rope, own.nope_dim, own.value_dim))
+    return found
+
+
+def _cheapest(
+    shapes: Sequence[MLAShape], curves: Mapping[int, LossCurve], moved_weight: float, otherwise: MLAShape
+) -> tuple[float, MLAShape]:
+    """The cheapest of the shapes with its predicted loss, or infinity where there are none."""
+    costs = [(curves[shape.rope_dim].at(shape.kv_rank, moved_weight), shape) for shape in shapes]
+    return min(costs, key=lambda one: one[0], default=(float("inf"), otherwise))
