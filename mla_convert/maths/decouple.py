@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from mla_convert.maths.linalg import damped_power, hermitian
+from mla_convert.maths.linalg import damped_powers, hermitian
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def choose_slots(
         ValueError: `counts` does not add up to `num_slots`, or there are fewer components than slots.
     """
     num_pairs, heads, _ = key_moment.shape
-    root, inverse_root = damped_power(metric, 0.5, damping), damped_power(metric, -0.5, damping)
+    root, inverse_root = damped_powers(metric, (0.5, -0.5), damping)
     costs, vectors = torch.linalg.eigh(hermitian(root @ key_moment @ root))
     costs = costs.clamp_min(0.0)
     mixes = (vectors.mH @ root).to(torch.complex128)  # [F components G]

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mla_convert.maths.linalg import damped_power, hermitian
+from mla_convert.maths.linalg import damped_powers, hermitian
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def factorise_joint(
         metric: A, for example the second moment of the loss gradient at y; read damped.
         damping: share of A's mean eigenvalue added to it, which bounds the inverse root.
     """
-    root, inverse_root = damped_power(metric.double(), 0.5, damping), damped_power(metric.double(), -0.5, damping)
+    root, inverse_root = damped_powers(metric.double(), (0.5, -0.5), damping)
     values, vectors = torch.linalg.eigh(hermitian(root @ moment.double() @ root))
     kept = vectors.flip(-1)[:, :rank]
     return JointFactors(kept.mT @ root, inverse_root @ kept, values.flip(-1).clamp_min(0.0))
