@@ -13,10 +13,12 @@ import yaml
 from torch import Tensor
 
 from mla_convert.cli.convert import describe_plan
-from mla_convert.decode import PagedLatentCache
+from mla_convert.decode import PagedLatentCache, attach_absorbed, generate_batch, save_absorbed
 from mla_convert.evaluate.cache import cache_bytes_per_token
 from mla_convert.evaluate.load import load_for_evaluation
 from mla_convert.export.reload import verify_folder
+from mla_convert.heal.healing import HealRequest, TextSettings, heal
+from mla_convert.heal.layers import LayerSettings
 from mla_convert.pipeline import ConvertRequest, convert, plan
 from tests.tiny import VOCAB_SIZE, save_source, tiny_llama, tiny_qwen2
 
@@ -38,8 +40,8 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def request_for(source: Path, text: Path, tmp_path: Path) -> Callable[..., ConvertRequest]:
-    def make(*, factorise: dict[str, Any] | None = None, **changes: Any) -> ConvertRequest:
-        recipe = {
+    def make(*, factorise: dict[str, Any] | None = None, refit: Any = None, **changes: Any) -> ConvertRequest:
+        recipe: dict[str, Any] = {
             "name": "allocating",
             "description": "Sizes by predicted loss.",
             "calibration": {"tokens": 1024, "context": 64},
@@ -47,6 +49,8 @@ def request_for(source: Path, text: Path, tmp_path: Path) -> Callable[..., Conve
             "factorise": {"metric": "mixed", "prior": 0.02, **(factorise or {})},
             "allocation": {"split": "predicted", "layers": "waterfill", "step": 4, "spread": 16},
         }
+        if refit is not None:
+            recipe["refit"] = refit
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         fields: dict[str, Any] = {
             "source": str(source),
@@ -80,9 +84,17 @@ def paged_logits(model: Any, ids: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("damping", [0.1, [0.01, 0.1, 1.0]], ids=str)
-def test_layers_of_unequal_sizes_are_written_recorded_and_decoded(request_for, damping) -> None:
-    request = request_for(factorise={"damping": damping})
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"factorise": {"damping": [0.01, 0.1, 1.0]}},
+        {"refit": {"tokens": 512, "inputs": 0.1, "outputs": 0.1}},
+    ],
+    ids=["plain", "dampings", "refit"],
+)
+def test_layers_of_unequal_sizes_are_written_recorded_and_decoded(request_for, sections) -> None:
+    request = request_for(**sections)
     planned = plan(request)
     assert planned.provisional
     record = convert(request)
@@ -111,6 +123,29 @@ def test_layers_of_unequal_sizes_are_written_recorded_and_decoded(request_for, d
     for logits in found.values():
         torch.testing.assert_close(logits, found["expanded"], atol=TOLERANCE, rtol=0)
     verify_folder(request.out, ids, found["expanded"][None], tolerance=TOLERANCE, fresh_process=True)
+
+
+def test_unequal_layers_heal_absorb_and_generate(request_for, source: Path, text: Path, tmp_path: Path) -> None:
+    request = request_for()
+    sizes = convert(request)["plan"]["layers"]
+    healed = tmp_path / "healed"
+    settings = {"text": TextSettings(tokens=512, context=32, held_out_share=0.2), "layers": LayerSettings(steps=5)}
+    heal(HealRequest(request.out, healed, str(source), (str(text),), **settings))
+    save_absorbed(healed, "auto")
+    model, tokenizer = load_for_evaluation(str(healed), torch.float32)
+    assert model.config.kv_lora_ranks == [size["kv_rank"] for size in sizes]
+    prompts = ["Line 1: the cat", "Line 2: the cat sat on mat 4 and saw"]
+    plain = generate_batch(model, tokenizer, prompts, max_new_tokens=8)
+    attach_absorbed(model, healed)
+    ready = generate_batch(model, tokenizer, prompts, max_new_tokens=8)
+    for i, prompt in enumerate(prompts):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        alone = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=1
+        )
+        expected = alone[0, ids.shape[1] :].tolist()
+        for batch in (plain, ready):
+            assert list(batch.generations[i].token_ids) == expected
 
 
 def test_the_whole_cache_is_exact(request_for, tmp_path: Path) -> None:
