@@ -103,6 +103,7 @@ def _budget(spec: SourceSpec, cache: float) -> dict[str, Any]:
         "kv_rank": shape.kv_rank,
         "rope_dim": shape.rope_dim,
         "cached_per_token_layer": shape.cached,
+        "provisional": plan.provisional,
         "cache_bytes_per_token": {dtype: plan.cache_bytes_per_token(dtype) for dtype in CACHE_DTYPES},
     }
 
@@ -129,7 +130,9 @@ def _show(out: Screen, facts: dict[str, Any]) -> None:
     out.facts(str(facts["source"]), rows)
     out.line()
     columns = ("cache", "C (latent)", "R (RoPE)", "C + R", "bytes a token, bfloat16", "float32")
-    out.table("what budgets give (default recipe)", columns, [_budget_row(budget) for budget in facts["budgets"]])
+    divided = any(budget.get("provisional") for budget in facts["budgets"])
+    title = "what budgets give (default recipe" + (", before calibration divides them)" if divided else ")")
+    out.table(title, columns, [_budget_row(budget) for budget in facts["budgets"]])
 
 
 def _budget_row(budget: dict[str, Any]) -> tuple[object, ...]:

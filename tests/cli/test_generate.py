@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mla_convert.decode import paged
+from mla_convert.decode import rows
 from mla_convert.errors import CacheFullError, UsageError
 from mla_kernels import UnsupportedShapeError
 from tests.tiny import tiny_tokenizer
@@ -137,7 +137,7 @@ def test_rows_that_fp8_cannot_hold_are_refused_with_the_option_to_leave_out(cli,
     def refuse(*_: object) -> None:
         raise UnsupportedShapeError("no row for these sizes", "pad them")
 
-    monkeypatch.setattr(paged, "fp8_layout", refuse)
+    monkeypatch.setattr(rows, "fp8_layout", refuse)
     answer = cli("generate", converted, *options(["x"]), "--cache-dtype", "fp8")
     assert answer.code == UsageError.exit_code
     assert answer.err == "error: no row for these sizes\n  try: leave --cache-dtype out\n"
