@@ -15,9 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mla_convert.calibrate.statistics import LayerStatistics
-from mla_convert.errors import PlanError
 from mla_convert.maths.knapsack import cheapest_choices
-from mla_convert.plan import ConversionPlan, largest_rank, shape_for_budget
+from mla_convert.plan import ConversionPlan, largest_rank
 from mla_convert.progress import Progress, silent
 from mla_convert.recipe import AllocationRecipe, Recipe
 from mla_convert.sources.attention import AttentionWeights
@@ -104,13 +103,10 @@ def _candidates(planned: ConversionPlan, how: AllocationRecipe, budget: int, lar
     """The sizes that a layer of C + R = `budget` may have: the plan's own, and those that the recipe leaves open."""
     spec, own = planned.source, planned.layers[0]
     if how.split == "share":
-        if budget == own.cached:
-            return [own]
-        try:
-            shape = shape_for_budget(spec, planned.recipe, budget)
-        except PlanError:
-            return []
-        return [shape] if shape.cached == budget else []
+        # R is the plan's in all layers: measured, letting it follow a layer's budget gave the gain away again.
+        rank = budget - own.rope_dim
+        fits = 1 <= rank <= largest_rank(spec, own.rope_dim)
+        return [MLAShape(rank, own.rope_dim, own.nope_dim, own.value_dim)] if fits else []
     # Keys have half the source's numbers: with all slots R is half of C + R, and values need at least the other half.
     most = min(largest // 2, spec.max_rope_dim)
     if planned.recipe.decouple.slots == "one_per_pair":

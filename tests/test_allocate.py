@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -15,7 +16,7 @@ from mla_convert.allocate import MOST_ROPE_DIMS, allocate, loss_curve
 from mla_convert.calibrate.statistics import HeldOutStatistics
 from mla_convert.errors import StatisticsError
 from mla_convert.maths.factorise import factorise_joint
-from mla_convert.plan import ConversionPlan, largest_rank, make_plan, shape_for_budget
+from mla_convert.plan import ConversionPlan, largest_rank, make_plan
 from mla_convert.recipe import AllocationRecipe, Recipe
 from mla_convert.spec import MLAShape
 from mla_convert.transform import convert_layer, split_layer
@@ -78,10 +79,11 @@ def test_with_all_slots_and_values_nothing_is_lost() -> None:
     assert moved == sorted(moved, reverse=True)
 
 
-def choices(budget: int, *, predicted: bool) -> list[MLAShape]:
-    """Every size of C + R = `budget` that is allowed."""
-    if not predicted:
-        return [shape_for_budget(SOURCE, allocating(), budget)]
+def choices(budget: int, *, rope: int | None) -> list[MLAShape]:
+    """Every size of C + R = `budget` that is allowed, with R = `rope` where it is given."""
+    if rope is not None:
+        fits = 1 <= budget - rope <= largest_rank(SOURCE, rope)
+        return [MLAShape(budget - rope, rope, DIM, DIM)] if fits else []
     dims = range(0, budget // 2 + 1, 2)
     return [MLAShape(budget - r, r, DIM, DIM) for r in dims if r <= 12 and budget - r <= largest_rank(SOURCE, r)]
 
@@ -104,8 +106,9 @@ def test_no_other_sizes_of_that_sum_are_predicted_to_lose_less(layers: str, spli
         moved, truncated = lost(c, shape, how)
         return 0.5 * (0.5 * moved + truncated)
 
+    rope = planned.layers[0].rope_dim if split == "share" else None
     least = [
-        {b: min(cost(c, shape) for shape in choices(b, predicted=split == "predicted")) for b in around} for c in CASES
+        {b: min((cost(c, shape) for shape in choices(b, rope=rope)), default=math.inf) for b in around} for c in CASES
     ]
     best = min(
         sum(row[b] for row, b in zip(least, budgets, strict=True))
@@ -116,7 +119,7 @@ def test_no_other_sizes_of_that_sum_are_predicted_to_lose_less(layers: str, spli
     assert all(shape.cached in around for shape in found)
     assert sum(cost(c, shape) for c, shape in zip(CASES, found, strict=True)) == pytest.approx(best)
     if split == "share":
-        assert all(shape == shape_for_budget(SOURCE, how, shape.cached) for shape in found)
+        assert {shape.rope_dim for shape in found} == {rope}
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

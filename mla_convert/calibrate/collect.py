@@ -78,7 +78,7 @@ def collect(
             for recorder, accumulator in zip(recorders, accumulators, strict=True):
                 recorder.begin(stage, accumulator)
             generator = torch.Generator(device="cpu").manual_seed((seed * 1_000_003 + i) % 2**63)
-            _run(model, contexts[i : i + 1], stage in ("pairs", "content", "held_out"), generator)
+            run_context(model, contexts[i : i + 1], stage in ("pairs", "content", "held_out"), generator)
             for recorder in recorders:
                 recorder.finish()
             progress("calibrate", done + 1, len(stages))
@@ -115,7 +115,7 @@ def _fit_constants(accumulators: list[LayerAccumulator], spec: SourceSpec) -> No
         accumulator.constants = fitted.constants
 
 
-def _run(model: Any, window: Int[Tensor, "1 S"], backward: bool, generator: torch.Generator) -> None:
+def run_context(model: Any, window: Int[Tensor, "1 S"], backward: bool, generator: torch.Generator) -> None:
     """One forward pass, and a backward pass from the summed loss on sampled labels."""
     window = window.to(model.device)
     if not backward:

@@ -60,7 +60,10 @@ def heal(
     layer_rate: Annotated[
         float, typer.Option(metavar="LR", help="layers: learning rate, as a share of each matrix's root mean square.")
     ] = 0.0003,
-    learning_rate: Annotated[float, typer.Option(metavar="LR", help="global: AdamW's, at the cosine's top.")] = 2e-5,
+    optimizer: Annotated[
+        Literal["muon", "adamw"], typer.Option(help="global: muon (AdamW for what is no matrix), or adamw for all.")
+    ] = "muon",
+    learning_rate: Annotated[float, typer.Option(metavar="LR", help="global: at the cosine's top.")] = 5e-4,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="global: contexts a process takes at once.")] = 1,
     accumulate: Annotated[int, typer.Option(metavar="N", min=1, help="global: such batches a step.")] = 1,
     parameters: Annotated[
@@ -108,6 +111,7 @@ def heal(
 
         console.silence_loading()
         distil = DistilSettings(
+            optimizer=optimizer,
             learning_rate=learning_rate,
             batch_size=batch_size,
             accumulate=accumulate,

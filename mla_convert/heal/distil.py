@@ -56,6 +56,8 @@ def distil(
         raise HealError(
             "checkpoints that resume exactly are not made under DeepSpeed", "choose FSDP in `accelerate config`"
         )
+    if settings.optimizer == "muon" and accelerator.distributed_type == DistributedType.FSDP:
+        raise HealError("Muon needs whole matrices, which FSDP cuts", "choose the optimizer adamw")
     with _prepared(student, settings) as trained:
         balance(student)
         if settings.bf16 and accelerator.distributed_type != DistributedType.FSDP:  # which wants one dtype

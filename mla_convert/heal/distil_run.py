@@ -22,8 +22,9 @@ from mla_convert.heal.curve import CurvePoint
 from mla_convert.heal.data import HealingText
 from mla_convert.heal.distil_settings import DistilSettings
 from mla_convert.heal.divergence import divergence, hidden_distance
+from mla_convert.heal.optimisers import make_optimisers
 from mla_convert.heal.teacher import Part, Teacher
-from mla_convert.heal.training_state import read_optimizer, read_weights, write_optimizer, write_weights
+from mla_convert.heal.training_state import read_optimizers, read_weights, write_optimizers, write_weights
 from mla_convert.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -96,18 +97,23 @@ class DistilRun:
                 f"{len(text.order)} windows of {text.train.shape[1]} tokens do not fill a step of {self.per_step}",
                 "give more tokens, a smaller batch or fewer accumulated batches",
             )
-        optimizer = torch.optim.AdamW(
-            trained.values(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
+        self.inner_optimizers = make_optimisers(
+            trained,
+            kind=settings.optimizer,
+            learning_rate=settings.learning_rate,
+            weight_decay=settings.weight_decay,
         )
-        # Not prepared: accelerate would step it once for every process.
-        self.scheduler = get_scheduler(
-            "cosine",
-            optimizer,
-            num_warmup_steps=math.ceil(settings.warmup * self.steps),
-            num_training_steps=self.steps,
-        )
-        self.model, self.optimizer = accelerator.prepare(student, optimizer)
-        self.inner_optimizer = optimizer
+        # Not prepared: accelerate would step them once for every process.
+        self.schedulers = [
+            get_scheduler(
+                "cosine",
+                optimizer,
+                num_warmup_steps=math.ceil(settings.warmup * self.steps),
+                num_training_steps=self.steps,
+            )
+            for optimizer in self.inner_optimizers
+        ]
+        self.model, *self.optimizers = accelerator.prepare(student, *self.inner_optimizers)
         self.teacher = Teacher(
             teacher.to(accelerator.device),
             temperature=settings.temperature,
@@ -128,7 +134,7 @@ class DistilRun:
         first, started, training = course.step, time.perf_counter(), 0.0
         self._report(progress)
         while course.step < self.steps and not self._is_over():
-            learning_rate = float(self.scheduler.get_last_lr()[0])
+            learning_rate = float(self.schedulers[0].get_last_lr()[0])
             since = time.perf_counter()
             loss = self._step()
             training += time.perf_counter() - since
@@ -176,7 +182,8 @@ class DistilRun:
         # Every step has a seed of its own, so that one that is repeated after a stop draws the same.
         torch.manual_seed((settings.seed * 1_000_003 + step) * processes + rank)
         self.model.train()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         total = torch.zeros((), device=accelerator.device)
         for batch in range(settings.accumulate):
             start = step * self.per_step + (batch * processes + rank) * size
@@ -189,8 +196,9 @@ class DistilRun:
         norm = float(accelerator.clip_grad_norm_(self.model.parameters(), settings.clip) or 0.0)
         if not (math.isfinite(value) and math.isfinite(norm)):
             raise HealError(f"step {step + 1} has a loss of {value} and a gradient of norm {norm}", _LOWER)
-        self.optimizer.step()
-        self.scheduler.step()
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
         self.course.step += 1
         return value
 
@@ -245,11 +253,12 @@ class DistilRun:
         parts = {
             "model": read_weights(self.model, self.names),
             "best": self.best,
-            "optimizer": read_optimizer(self.model, self.inner_optimizer),
+            "optimizer": read_optimizers(self.model, self.inner_optimizers),
         }
         if self.accelerator.is_main_process:
             tensors = {f"{part}/{name}": value for part, named in parts.items() for name, value in named.items()}
-            state = self.course.state() | {"per_step": self.per_step, "scheduler": self.scheduler.state_dict()}
+            schedules = [scheduler.state_dict() for scheduler in self.schedulers]
+            state = self.course.state() | {"per_step": self.per_step, "schedulers": schedules}
             self.checkpoints.save(self.course.step, tensors, state)
         self.accelerator.wait_for_everyone()
 
@@ -269,10 +278,13 @@ class DistilRun:
                 part, _, rest = name.partition("/")
                 parts[part][rest] = value
         write_weights(self.model, parts["model"])
-        write_optimizer(self.model, self.inner_optimizer, parts["optimizer"])
-        self.scheduler.load_state_dict(found.state["scheduler"])
-        for group, rate in zip(self.inner_optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
+        write_optimizers(self.model, self.inner_optimizers, parts["optimizer"])
+        for optimizer, scheduler, kept in zip(
+            self.inner_optimizers, self.schedulers, found.state["schedulers"], strict=True
+        ):
+            scheduler.load_state_dict(kept)
+            for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
         self.course, self.best = Course.of(found.state), parts["best"]
         self._log("going on from a checkpoint")
         return True

@@ -14,9 +14,10 @@ class DistilSettings:
     """How to distil.
 
     Attributes:
-        learning_rate: AdamW's, at the top of a cosine that falls to zero.
+        optimizer: ``muon`` for matrices, with AdamW for what is none, or ``adamw``.
+        learning_rate: at the top of a cosine that falls to zero.
         warmup: the share of steps in which it rises linearly.
-        weight_decay: AdamW's.
+        weight_decay: of both, decoupled from the gradient.
         clip: the largest norm of a step's gradient.
         batch_size: windows that one process takes through the model at once.
         accumulate: how many such batches make one step.
@@ -31,7 +32,8 @@ class DistilSettings:
         seed: of the model's dropout, where it has any.
     """
 
-    learning_rate: float = 2e-5
+    optimizer: Literal["muon", "adamw"] = "muon"
+    learning_rate: float = 5e-4
     warmup: float = 0.05
     weight_decay: float = 0.0
     clip: float = 1.0
@@ -63,6 +65,8 @@ class DistilSettings:
                 raise UsageError(f"{name} is {value}", "give at least 1")
         if not 0 <= self.warmup < 1 or self.weight_decay < 0 or self.hidden_weight < 0:
             raise UsageError("warmup, weight_decay or hidden_weight is out of range", "give 0 or a small number")
+        if self.optimizer not in ("muon", "adamw"):
+            raise UsageError(f"there is no optimizer {self.optimizer!r}", "one of muon, adamw")
         if self.parameters not in ("mla", "all"):
             raise UsageError(f"there are no parameters {self.parameters!r} to train", "one of mla, all")
         if self.top_k is not None and self.hidden_weight > 0:

@@ -16,11 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import get_scheduler
 
 from mla_convert.errors import HealError
+from mla_convert.heal.optimisers import Kind, make_optimisers
+from mla_convert.maths.linalg import damped_power
 from mla_convert.progress import Progress, silent
+
+# Of the metric of errors, as a share of its mean eigenvalue: sampled labels leave directions that look free.
+METRIC_DAMPING = 0.1
 
 
 @dataclass(frozen=True)
@@ -30,13 +36,17 @@ class LayerSettings:
     Attributes:
         steps: optimiser steps a layer.
         batch: contexts a step.
-        learning_rate: the peak of the cosine, as a share of each weight matrix's root mean square.
+        optimizer: ``muon`` for matrices, with AdamW for biases, or ``adamw``.
+        learning_rate: the peak of the cosine.
+        bf16: compute the steps in bfloat16; weights, hidden states and errors stay in float32.
         seed: of the order of the contexts.
     """
 
     steps: int = 100
     batch: int = 2
-    learning_rate: float = 0.0003
+    optimizer: Kind = "muon"
+    learning_rate: float = 1e-3
+    bf16: bool = False
     seed: int = 0
 
 
@@ -81,6 +91,7 @@ def heal_layers(
     settings: LayerSettings,
     *,
     finished: Callable[[LayerResult, dict[str, Tensor], Streams], None] | None = None,
+    metrics: Sequence[Float[Tensor, "D D"]] | None = None,
     resume: tuple[int, Streams] | None = None,
     progress: Progress | None = None,
 ) -> Iterator[LayerResult]:
@@ -108,7 +119,8 @@ def heal_layers(
             first, streams = resume
     for i in range(first, count):
         report("layers", i, count)
-        target = _target(teacher_layers[i], teacher_call, streams, i)
+        metric = None if metrics is None else metrics[i]
+        target = _target(teacher_layers[i], teacher_call, streams, i, metric)
         result = _heal_layer(student_layers[i], student_call, streams, target, settings, i)
         with torch.no_grad():
             streams = Streams(
@@ -195,22 +207,31 @@ class Target:
     Attributes:
         output: [n L D].
         weight: of each token's squared error, [n L 1], so that the teacher's own attention output weighs 1 on average.
+        root: what an error is multiplied by before it is squared, [D D]; None for the identity.
     """
 
     output: Tensor
     weight: Tensor
+    root: Tensor | None = None
 
     def error(self, output: Tensor, part: Any) -> Tensor:
         """Return the weighted mean squared error of ``output`` for some of the contexts, a scalar."""
-        return (self.weight[part] * (output - self.output[part]).square()).mean()
+        error = output - self.output[part]
+        if self.root is not None:
+            error = error @ self.root
+        return (self.weight[part] * error.square()).mean()
 
 
 @torch.no_grad()
-def _target(layer: nn.Module, call: LayerCall, streams: Streams, index: int) -> Target:
+def _target(layer: nn.Module, call: LayerCall, streams: Streams, index: int, metric: Tensor | None) -> Target:
     attended = _through(lambda h: call.attention(layer, h, index), streams.teacher)
     weight = 1.0 / (attended + streams.teacher).square().mean(dim=-1, keepdim=True).clamp_min(1e-12)
-    weight /= (weight * attended.square())[: streams.training].mean().clamp_min(1e-30)
-    return Target(attended, weight)
+    root = None
+    if metric is not None:
+        root = damped_power(metric.double(), 0.5, METRIC_DAMPING).to(attended.dtype)
+    energy = (attended if root is None else attended @ root).square()
+    weight /= (weight * energy)[: streams.training].mean().clamp_min(1e-30)
+    return Target(attended, weight, root)
 
 
 def _heal_layer(
@@ -219,21 +240,22 @@ def _heal_layer(
     attention = layer.self_attn
     original = {name: value.detach().clone() for name, value in attention.named_parameters()}
     order = torch.Generator().manual_seed(settings.seed * 1_000_003 + index)
-    groups = [
-        {"params": [value], "lr": settings.learning_rate * max(value.detach().square().mean().sqrt().item(), 1e-6)}
-        for value in attention.parameters()
-    ]
-    optimiser = torch.optim.Adam(groups)
-    schedule = get_scheduler(
-        "cosine", optimiser, num_warmup_steps=settings.steps // 20, num_training_steps=settings.steps
+    optimisers = make_optimisers(
+        dict(attention.named_parameters()), kind=settings.optimizer, learning_rate=settings.learning_rate
     )
+    schedules = [
+        get_scheduler("cosine", optimiser, num_warmup_steps=settings.steps // 20, num_training_steps=settings.steps)
+        for optimiser in optimisers
+    ]
     before = _held_out_error(layer, call, streams, target, index)
     losses = []
     for _ in range(settings.steps):
         chosen = torch.randperm(streams.training, generator=order)[: settings.batch]
         with torch.enable_grad():
-            loss = target.error(call.attention(layer, streams.student[chosen], index), chosen)
-            optimiser.zero_grad()
+            with torch.autocast(streams.student.device.type, torch.bfloat16, enabled=settings.bf16):
+                output = call.attention(layer, streams.student[chosen], index)
+            loss = target.error(output.float(), chosen)
+            attention.zero_grad()
             loss.backward()
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
@@ -241,8 +263,9 @@ def _heal_layer(
             raise HealError(
                 f"the loss of layer {index} is {losses[-1]}", "lower the learning rate, and run heal again to resume"
             )
-        optimiser.step()
-        schedule.step()
+        for optimiser, schedule in zip(optimisers, schedules, strict=True):
+            optimiser.step()
+            schedule.step()
     after = _held_out_error(layer, call, streams, target, index)
     kept = after < before
     if not kept:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,9 @@ def write_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
     set_model_state_dict(model, dict(weights), options=_options(loading=True))
 
 
-def read_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return copies of the optimiser's state on the CPU, as ``parameter:quantity``; empty but on rank 0."""
-    found: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_options())
+def read_optimizers(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """Return copies of the optimisers' state on the CPU, as ``parameter:quantity``; empty but on rank 0."""
+    found: dict[str, Any] = get_optimizer_state_dict(model, optimizers, options=_options())
     return {
         f"{name}:{quantity}": value.detach().cpu().clone()
         for name, quantities in found.get("state", {}).items()
@@ -37,14 +37,14 @@ def read_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Te
     }
 
 
-def write_optimizer(model: Any, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
-    """Put rank 0's ``state`` into the optimiser on every rank; its settings, learning rates included, stay."""
+def write_optimizers(model: Any, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Tensor]) -> None:
+    """Put rank 0's ``state`` into the optimisers on every rank; their settings, learning rates included, stay."""
     # An optimiser that has made no step is given a state of zeros here, by a step of rate 0.
-    wanted: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_options())
+    wanted: dict[str, Any] = get_optimizer_state_dict(model, optimizers, options=_options())
     for key, value in state.items():
         name, _, quantity = key.rpartition(":")
         wanted["state"][name][quantity] = value
-    set_optimizer_state_dict(model, optimizer, optim_state_dict=wanted, options=_options(loading=True))
+    set_optimizer_state_dict(model, optimizers, optim_state_dict=wanted, options=_options(loading=True))
 
 
 def _options(*, loading: bool = False) -> StateDictOptions:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from mla_convert.heal.training_state import read_optimizer, read_weights, write_optimizer, write_weights
+from mla_convert.heal.training_state import read_optimizers, read_weights, write_optimizers, write_weights
 from mla_convert.mla import MLAForCausalLM
 from tests.mla.native import native, tokens
 
@@ -34,15 +34,15 @@ def main(folder: Path) -> None:
     first = torch.distributed.get_rank() == 0
     names = {name for name, parameter in trained(sharded=False, steps=0)[0].named_parameters() if "self_attn" in name}
     model, optimizer = trained(sharded=True, steps=2)
-    weights, state = read_weights(model, names), read_optimizer(model, optimizer)
+    weights, state = read_weights(model, names), read_optimizers(model, [optimizer])
 
     fresh, fresh_optimizer = trained(sharded=True, steps=0)
     write_weights(fresh, weights)
-    write_optimizer(fresh, fresh_optimizer, state)
-    again = read_weights(fresh, names), read_optimizer(fresh, fresh_optimizer)
+    write_optimizers(fresh, [fresh_optimizer], state)
+    again = read_weights(fresh, names), read_optimizers(fresh, [fresh_optimizer])
     if first:
         plain, plain_optimizer = trained(sharded=False, steps=2)
-        expected = read_weights(plain, names), read_optimizer(plain, plain_optimizer)
+        expected = read_weights(plain, names), read_optimizers(plain, [plain_optimizer])
         compared = 0
         for found, copy, wanted in zip((weights, state), again, expected, strict=True):
             assert found.keys() == copy.keys() == wanted.keys()

@@ -70,11 +70,12 @@ def test_two_processes_killed_and_repeated_are_one_with_twice_the_batch(tmp_path
     single = distilled()
     for ours, theirs in zip(single.curve, read_curve(tmp_path), strict=True):
         assert theirs["tokens"] == ours.tokens
-        # float32 sums in another order, through two dozen AdamW steps
+        # float32 sums in another order, through two dozen steps
         assert theirs["loss"] == pytest.approx(ours.loss, abs=1e-4)
         assert theirs["held_out"] == pytest.approx(ours.held_out, abs=1e-4)
     for name, value in load_file(tmp_path / "weights.safetensors").items():
-        torch.testing.assert_close(value, single.weights[name], atol=1e-4, rtol=0)
+        # Muon orthogonalises in bfloat16, which rounds what differs in the last bit to one side or the other
+        torch.testing.assert_close(value, single.weights[name], atol=1e-3, rtol=0)
 
 
 def test_sharded_weights_and_optimiser_are_read_whole_and_put_back(tmp_path):
