@@ -92,15 +92,6 @@ def make_plan(
     )
 
 
-def shape_for_budget(spec: SourceSpec, recipe: Recipe, budget: int) -> MLAShape:
-    """Return the sizes of a native layer of `budget` cached numbers a token, C against R by the recipe's share.
-
-    Raises:
-        PlanError: they leave no latent.
-    """
-    return _shape_for_budget(spec, recipe, budget / spec.kv_width, "native", None)
-
-
 def largest_rank(spec: SourceSpec, rope_dim: int) -> int:
     """The rank at which nothing is truncated: what `rope_dim` leaves of keys and values, at most the width of x.
 

@@ -77,7 +77,8 @@ class AllocationRecipe:
     """How a budget of C + R numbers becomes the sizes of layers; see `mla_convert.allocate`.
 
     Attributes:
-        split: C against R in a layer: ``share`` (`DecoupleRecipe.rope_share`) or ``predicted`` (least predicted loss).
+        split: C against R in a layer: ``share`` (R by `DecoupleRecipe.rope_share` of the budget, alike in all layers)
+            or ``predicted`` (least predicted loss).
         layers: ``uniform`` (C + R alike in all layers) or ``waterfill`` (the sum over layers, where it does most good).
         step: numbers by which sizes differ, even.
         moved_weight: weight of the cost of lost rotations against that of truncation. Half of the former is in the

@@ -14,7 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Rotar
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mla_convert.errors import PlanError
-from mla_convert.plan import ConversionPlan, largest_rank, make_plan, shape_for_budget
+from mla_convert.plan import ConversionPlan, largest_rank, make_plan
 from mla_convert.recipe import AllocationRecipe, available_recipes, load_recipe
 from mla_convert.spec import MLAShape, RopeSpec, SourceSpec
 from tests.tiny import LLAMA3_ROPE
@@ -332,11 +332,3 @@ def test_only_a_native_budget_is_left_to_be_divided() -> None:
     assert not make_plan(spec(), recipe=allocating, kv_rank=144, rope_dim=48).provisional
     idle = AllocationRecipe("share", "uniform", 8, 0.5, 64)
     assert not make_plan(spec(), recipe=replace(recipe, allocation=idle), cache=0.5).provisional
-
-
-@pytest.mark.parametrize("recipe", ["default", "forward", "transmla"])
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 1.0])
-def test_the_sizes_of_a_budget_are_those_of_its_share(recipe: str, share: float) -> None:
-    source = spec()
-    shape = planned(source, recipe, cache=share).layers[0]
-    assert shape_for_budget(source, load_recipe(recipe), round(share * source.kv_width)) == shape
