@@ -27,6 +27,11 @@ def test_native_mla_caches_the_latent_and_the_rope_key(native, dtype, size):
     assert cache_bytes_per_token(native.to(dtype)) == (10 + 4) * 3 * size
 
 
+def test_native_layers_of_different_sizes_cache_each_its_own():
+    model = tiny_native(kv_lora_rank=20, kv_lora_ranks=[3, 20, 8], qk_rope_head_dims=[4, 2, 0])
+    assert cache_bytes_per_token(model) == (3 + 4 + 20 + 2 + 8 + 0) * 4
+
+
 def test_native_cache_holds_nothing_else_after_1000_tokens(native):
     assert held_bytes(prefill(native, 1000)) == (10 + 4) * 3 * 1000 * 4
 
