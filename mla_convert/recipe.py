@@ -110,6 +110,40 @@ class RefitRecipe:
 
 
 @dataclass(frozen=True)
+class HealLayersRecipe:
+    """Stage ``layers`` of healing; see `mla_convert.heal.layers.LayerSettings`."""
+
+    tokens: int
+    passes: int
+    steps: int
+    batch: int
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class HealGlobalRecipe:
+    """Stage ``global`` of healing; see `mla_convert.heal.distil_settings.DistilSettings`. A batch is of contexts."""
+
+    tokens: int
+    passes: int
+    batch: int
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class HealRecipe:
+    """Training after the conversion, on its calibration texts, in contexts of `context` tokens.
+
+    Attributes:
+        layers, whole: the stages ``layers`` and ``global``; None leaves one out.
+    """
+
+    context: int
+    layers: HealLayersRecipe | None
+    whole: HealGlobalRecipe | None
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A named conversion method."""
 
@@ -120,6 +154,7 @@ class Recipe:
     factorise: FactoriseRecipe
     allocation: AllocationRecipe | None = None
     refit: RefitRecipe | None = None
+    heal: HealRecipe | None = None
 
     @property
     def refits(self) -> bool:
@@ -149,7 +184,9 @@ class Recipe:
         found = asdict(self)
         if isinstance(self.factorise.damping, tuple):
             found["factorise"]["damping"] = list(self.factorise.damping)
-        optional = ("allocation", "refit")
+        if self.heal is not None:
+            found["heal"]["global"] = found["heal"].pop("whole")
+        optional = ("allocation", "refit", "heal")
         return {name: value for name, value in found.items() if name not in optional or value is not None}
 
 
@@ -201,6 +238,27 @@ class _Refit(_Model):
     outputs: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
 
+class _HealLayers(_Model):
+    tokens: int = Field(default=65536, ge=1)
+    passes: int = Field(default=1, ge=1)
+    steps: int = Field(default=100, ge=1)
+    batch: int = Field(default=2, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0, lt=1)
+
+
+class _HealGlobal(_Model):
+    tokens: int = Field(default=262144, ge=1)
+    passes: int = Field(default=1, ge=1)
+    batch: int = Field(default=4, ge=1)
+    learning_rate: float = Field(default=5e-4, gt=0, lt=1)
+
+
+class _Heal(_Model):
+    context: int = Field(default=512, ge=2)
+    layers: _HealLayers | None = None
+    whole: _HealGlobal | None = Field(default=None, alias="global")  # a keyword of Python
+
+
 class _Recipe(_Model):
     name: str
     description: str
@@ -209,6 +267,7 @@ class _Recipe(_Model):
     factorise: _Factorise
     allocation: _Allocation | None = None
     refit: _Refit | None = None
+    heal: _Heal | None = None
 
 
 def available_recipes() -> tuple[str, ...]:
@@ -247,6 +306,7 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
         factorise=FactoriseRecipe(**parsed.factorise.model_dump()),
         allocation=AllocationRecipe(**parsed.allocation.model_dump()) if parsed.allocation else None,
         refit=RefitRecipe(**parsed.refit.model_dump()) if parsed.refit else None,
+        heal=_heal(parsed.heal) if parsed.heal else None,
     )
     _check_allocation(recipe, path)
     if recipe.calibration is None and not _weights_suffice(recipe):
@@ -255,6 +315,14 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
             "add calibration: {tokens: ..., context: ...}",
         )
     return recipe
+
+
+def _heal(parsed: _Heal) -> HealRecipe:
+    return HealRecipe(
+        context=parsed.context,
+        layers=HealLayersRecipe(**parsed.layers.model_dump()) if parsed.layers else None,
+        whole=HealGlobalRecipe(**parsed.whole.model_dump()) if parsed.whole else None,
+    )
 
 
 def _check_allocation(recipe: Recipe, path: Path) -> None:

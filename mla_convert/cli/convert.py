@@ -94,6 +94,9 @@ def convert(
         Dtype | None, typer.Option(help="Write the weights in this dtype.", show_default="the source's")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file, as 500MB or 5GB.")] = "5GB",
+    bf16: Annotated[
+        bool, typer.Option("--bf16", help="Heal in bfloat16, where the recipe heals and the hardware is fast at it.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
     overwrite: OverwriteOption = False,
     revision: RevisionOption = None,
@@ -104,8 +107,8 @@ def convert(
 ) -> None:
     """Write a source as a model with latent attention.
 
-    The conversion calibrates on text and does not train. The cache is sized with --cache, or with --kv-rank
-    and --rope-dim.
+    The conversion calibrates on text; the recipes balanced and best train on it besides. The cache is sized
+    with --cache, or with --kv-rank and --rope-dim.
     """
     check_sizes(cache, kv_rank, rope_dim)
 
@@ -113,6 +116,7 @@ def convert(
 
     with screen(as_json=json, quiet=quiet, verbose=verbose) as console:
         from mla_convert import pipeline
+        from mla_convert.complete import convert_and_heal
 
         request = pipeline.ConvertRequest(
             source=source,
@@ -142,7 +146,7 @@ def convert(
             return
         console.silence_loading()
         with console.progress() as progress:
-            record = pipeline.convert(request, progress)
+            record = convert_and_heal(request, progress, bf16=bf16)
         facts |= {"layers": record["plan"]["layers"], "provisional": False}
         console.result({"source": source, "out": str(out), "plan": facts, "record": record})
         _show_plan(console, source, facts)

@@ -57,11 +57,13 @@ def heal(
     ] = 0.05,
     layer_steps: Annotated[int, typer.Option(metavar="N", min=1, help="layers: optimiser steps a layer.")] = 100,
     layer_batch: Annotated[int, typer.Option(metavar="N", min=1, help="layers: contexts a step.")] = 2,
-    layer_rate: Annotated[
-        float, typer.Option(metavar="LR", help="layers: learning rate, as a share of each matrix's root mean square.")
-    ] = 0.0003,
+    layer_rate: Annotated[float, typer.Option(metavar="LR", help="layers: at the cosine's top.")] = 1e-3,
+    layer_metric: Annotated[
+        Literal["fisher", "identity"],
+        typer.Option(help="layers: measure errors by the loss's gradients, or all directions alike."),
+    ] = "fisher",
     optimizer: Annotated[
-        Literal["muon", "adamw"], typer.Option(help="global: muon (AdamW for what is no matrix), or adamw for all.")
+        Literal["muon", "adamw"], typer.Option(help="muon (AdamW for what is no matrix), or adamw for all.")
     ] = "muon",
     learning_rate: Annotated[float, typer.Option(metavar="LR", help="global: at the cosine's top.")] = 5e-4,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="global: contexts a process takes at once.")] = 1,
@@ -78,7 +80,7 @@ def heal(
     hidden_weight: Annotated[
         float, typer.Option(metavar="W", min=0.0, help="global: weight of the hidden states' distance.")
     ] = 0.0,
-    bf16: Annotated[bool, typer.Option("--bf16", help="global: compute in bfloat16.")] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16; weights stay in float32.")] = False,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="global: recompute activations, for less memory.")
     ] = False,
@@ -102,7 +104,7 @@ def heal(
     if not 0 < held_out < 1:
         raise UsageError(f"--held-out {held_out} is not a share between 0 and 1", "give for example --held-out 0.05")
     if not 0 < layer_rate < 1:
-        raise UsageError(f"--layer-rate {layer_rate} is not between 0 and 1", "give for example --layer-rate 0.0003")
+        raise UsageError(f"--layer-rate {layer_rate} is not between 0 and 1", "give for example --layer-rate 0.001")
     with screen(as_json=json, quiet=quiet, verbose=verbose) as console:
         from mla_convert.heal.distil_settings import DistilSettings
         from mla_convert.heal.healing import HealRequest, TextSettings
@@ -131,7 +133,15 @@ def heal(
             texts=tuple(text),
             stage=stage,
             text=TextSettings(tokens=tokens, context=context, held_out_share=held_out, seed=seed, passes=passes),
-            layers=LayerSettings(steps=layer_steps, batch=layer_batch, learning_rate=layer_rate, seed=seed),
+            layers=LayerSettings(
+                steps=layer_steps,
+                batch=layer_batch,
+                optimizer=optimizer,
+                learning_rate=layer_rate,
+                metric=layer_metric,
+                bf16=bf16,
+                seed=seed,
+            ),
             distil=distil,
             revision=revision,
             token=token,

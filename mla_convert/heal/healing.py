@@ -25,6 +25,7 @@ from mla_convert.heal.checkpoint import Checkpoints, fingerprint, weight_digests
 from mla_convert.heal.curve import write_curve
 from mla_convert.heal.data import HealingText, healing_text
 from mla_convert.heal.distil import DistilResult, DistilSettings, distil
+from mla_convert.heal.gradients import output_metrics
 from mla_convert.heal.layers import LayerResult, LayerSettings, Streams, heal_layers, layers_of
 from mla_convert.heal.teacher import check_teacher, check_tokenizers
 from mla_convert.memory import keep_freed_memory
@@ -32,6 +33,9 @@ from mla_convert.progress import Progress, silent
 from mla_convert.record import CARD_NAME, RECORD_NAME, json_safe, model_card
 
 Stage = Literal["layers", "global", "all"]
+
+# Contexts whose gradients say what errors in stage ``layers`` matter.
+METRIC_CONTEXTS = 16
 
 log = logging.getLogger(__name__)
 
@@ -189,6 +193,10 @@ def _stage_layers(
         resume = found.step, Streams(found.tensors["teacher"], found.tensors["student"], len(text.held_out))
         log.info("going on with layer %d of %d", found.step, len(layers_of(student)))
 
+    metrics = None
+    if request.layers.metric == "fisher":
+        metrics = output_metrics(teacher, text.train[:METRIC_CONTEXTS], seed=request.layers.seed, progress=report)
+
     def finished(result: LayerResult, weights: Mapping[str, Tensor], streams: Streams) -> None:
         results.append(result)
         healed.update({f"model.layers.{result.layer}.self_attn.{name}": value for name, value in weights.items()})
@@ -202,6 +210,7 @@ def _stage_layers(
         text.held_out,
         request.layers,
         finished=finished,
+        metrics=metrics,
         resume=resume,
         progress=report,
     ):

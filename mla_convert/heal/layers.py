@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -38,6 +38,7 @@ class LayerSettings:
         batch: contexts a step.
         optimizer: ``muon`` for matrices, with AdamW for biases, or ``adamw``.
         learning_rate: the peak of the cosine.
+        metric: what an error is measured by: ``fisher`` (the loss's gradients, `heal.gradients`) or ``identity``.
         bf16: compute the steps in bfloat16; weights, hidden states and errors stay in float32.
         seed: of the order of the contexts.
     """
@@ -46,6 +47,7 @@ class LayerSettings:
     batch: int = 2
     optimizer: Kind = "muon"
     learning_rate: float = 1e-3
+    metric: Literal["fisher", "identity"] = "fisher"
     bf16: bool = False
     seed: int = 0
 
@@ -53,6 +55,8 @@ class LayerSettings:
 @dataclass(frozen=True)
 class LayerResult:
     """One layer's errors: Σ w ‖output - attention_T‖² / Σ w ‖attention_T‖², with w = 1 / ‖h_T + attention_T‖².
+
+    The norms are the metric's; w is the same for all.
 
     Attributes:
         layer: its index.
@@ -100,6 +104,7 @@ def heal_layers(
     Args:
         student: a native model; teacher: the model it was made from. Both in evaluation mode and on one device.
         contexts, held_out: token ids [n L] and [m L].
+        metrics: each layer's metric of errors, whatever the settings say; None for the identity.
         finished: called with a layer's result, its new weights and the hidden states before the next layer.
         resume: the layer to go on with, and the hidden states before it.
 
