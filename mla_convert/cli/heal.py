@@ -60,8 +60,8 @@ def heal(
     layer_rate: Annotated[float, typer.Option(metavar="LR", help="layers: at the cosine's top.")] = 1e-3,
     layer_metric: Annotated[
         Literal["fisher", "identity"],
-        typer.Option(help="layers: measure errors by the loss's gradients, or all directions alike."),
-    ] = "fisher",
+        typer.Option(help="layers: measure errors by the loss's gradients, or in all directions alike."),
+    ] = "identity",
     optimizer: Annotated[
         Literal["muon", "adamw"], typer.Option(help="muon (AdamW for what is no matrix), or adamw for all.")
     ] = "muon",

@@ -47,7 +47,7 @@ class LayerSettings:
     batch: int = 2
     optimizer: Kind = "muon"
     learning_rate: float = 1e-3
-    metric: Literal["fisher", "identity"] = "fisher"
+    metric: Literal["fisher", "identity"] = "identity"
     bf16: bool = False
     seed: int = 0
 
