@@ -159,6 +159,12 @@ class MLAModel(MLAPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         cache = cache if cache is not None else past_key_values
+        if getattr(cache, "is_compileable", False):
+            # Its rows that hold nothing yet come before the queries, which a causal mask left to attention would miss.
+            raise ValueError(
+                "static caches are not supported: leave cache_implementation out, or use "
+                "mla_convert.decode.PagedLatentCache"
+            )
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         if inputs_embeds is None:

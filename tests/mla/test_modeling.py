@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from mla_convert.maths.absorb import absorb_layer
 from mla_convert.mla import MLAConfig, MLAForCausalLM
@@ -385,3 +385,9 @@ def test_the_vocabulary_is_the_heads() -> None:
     assert native("tied").lm_head.weight is not None
     tied = native("tied")
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
+
+
+def test_a_static_cache_is_refused_and_not_misread():
+    model = native("plain")
+    with pytest.raises(ValueError, match="static caches are not supported"):
+        model(tokens(), past_key_values=StaticCache(config=model.config, max_cache_len=32))
