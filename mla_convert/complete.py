@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -25,6 +26,8 @@ from mla_convert.record import RECORD_NAME
 from mla_convert.sources import open_source
 
 log = logging.getLogger(__name__)
+
+_REQUEST = "request.json"
 
 
 def convert_and_heal(
@@ -58,8 +61,12 @@ def convert_and_heal(
     work = out.with_name(f".{out.name}.stages")
     _claim(work, _key(request, recipe, bf16))
     folder = work / "converted"
-    if not folder.exists():
-        convert(replace(request, out=folder, overwrite=False), progress)
+    try:
+        if not folder.exists():
+            convert(replace(request, out=folder, overwrite=False), progress)
+    finally:
+        if [path.name for path in work.iterdir()] == [_REQUEST]:  # nothing to go on with
+            shutil.rmtree(work, ignore_errors=True)
     for i, (name, stage) in enumerate(stages):
         last = i == len(stages) - 1
         target = request.out if last else work / name
@@ -139,8 +146,18 @@ def _key(request: ConvertRequest, recipe: Recipe, bf16: bool) -> dict[str, Any]:
         "recipe": recipe.to_dict(),
         "bf16": bf16,
         "source": dict(source.digests()),
+        "statistics": None if request.statistics is None else _digest(request.statistics),
         "texts": [text.digest for text in texts],
     }
+
+
+def _digest(path: Path) -> str | None:
+    """SHA-256 of a file; None where it cannot be read, which the conversion says better."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
 
 
 def _claim(work: Path, key: dict[str, Any]) -> None:
@@ -150,7 +167,7 @@ def _claim(work: Path, key: dict[str, Any]) -> None:
         OutputError: it cannot be made.
     """
     written = json.dumps(key, indent=2, sort_keys=True)
-    path = work / "request.json"
+    path = work / _REQUEST
     try:
         if path.is_file() and path.read_text(encoding="utf-8") == written:
             log.info("going on with the stages in %s", work)

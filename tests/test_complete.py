@@ -14,7 +14,7 @@ import yaml
 from mla_convert import complete
 from mla_convert.cli import run
 from mla_convert.complete import convert_and_heal
-from mla_convert.errors import OutputError, TextError, UsageError
+from mla_convert.errors import OutputError, StatisticsError, TextError, UsageError
 from mla_convert.evaluate.load import load_for_evaluation
 from mla_convert.heal.healing import HealRequest
 from mla_convert.pipeline import ConvertRequest, convert
@@ -185,3 +185,9 @@ def test_the_command_line_heals_where_its_recipe_does(request_for, tmp_path, sou
     ]
     assert run([str(argument) for argument in ["convert", source, tmp_path / "out", *options]]) == 0
     assert json.loads(capsys.readouterr().out)["record"]["healing"][0]["stage"] == "layers"
+
+
+def test_a_conversion_that_fails_leaves_nothing(request_for, tmp_path) -> None:
+    with pytest.raises(StatisticsError):
+        convert_and_heal(request_for({"layers": LAYERS}, statistics=tmp_path / "absent.safetensors"))
+    assert names(tmp_path) == ["recipe.yaml"]

@@ -33,7 +33,7 @@ def convert(
     ],
     recipe: Annotated[
         str,
-        typer.Option(metavar="RECIPE", help="default, exact, transmla, another recipe's name, or a YAML file."),
+        typer.Option(metavar="RECIPE", help="default, fast, balanced, best, another recipe's name, or a YAML file."),
     ] = "default",
     cache: Annotated[
         float | None,
