@@ -5,29 +5,36 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mla_convert import __version__
 from mla_convert.calibrate.text import BUILTIN_TEXT, read_text
-from mla_convert.errors import OutputError, UsageError
-from mla_convert.export.folder import check_output
-from mla_convert.heal.data import healing_text
+from mla_convert.errors import OutputError, TextError, UsageError
+from mla_convert.export.folder import check_output, sole_run
 from mla_convert.heal.distil_settings import DistilSettings
-from mla_convert.heal.healing import HealRequest, TextSettings, heal
+from mla_convert.heal.healing import HealRequest, TextSettings, heal, text_of, work_folder
 from mla_convert.heal.layers import LayerSettings
-from mla_convert.pipeline import ConvertRequest, convert, plan
+from mla_convert.pipeline import convert, plan
+from mla_convert.plan import ConversionPlan
 from mla_convert.progress import Progress, silent
 from mla_convert.recipe import Recipe
 from mla_convert.record import RECORD_NAME
+from mla_convert.request import ConvertRequest, check_request, given_statistics
 from mla_convert.sources import open_source
 
 log = logging.getLogger(__name__)
 
 _REQUEST = "request.json"
+_CALIBRATION = ".converted.calibration.safetensors"
+_ANY = 10**9
+_SHORT = "give a longer text, or another one with a second --calibration, or a recipe that heals on fewer tokens"
 
 
 def convert_and_heal(
@@ -36,7 +43,8 @@ def convert_and_heal(
     """Convert and heal as the recipe says, write ``request.out`` and return what its conversion.json says.
 
     Stages lie in a folder beside the output, ``.NAME.stages``, until the output is there: the same call goes on with
-    the one that was interrupted. Stages of another request are removed.
+    the one that was interrupted. Stages of another request are removed, but for a calibration. Every stage writes its
+    weights in the output's dtype, and the next one reads them.
 
     Args:
         bf16: heal in bfloat16.
@@ -47,8 +55,7 @@ def convert_and_heal(
     progress = progress or silent
     planned = plan(request)
     recipe = planned.recipe
-    stages = _healings(request, recipe, bf16)
-    if not stages:
+    if recipe.heal is None:
         return convert(request, progress)
     if planned.format != "native":
         raise UsageError(
@@ -56,83 +63,80 @@ def convert_and_heal(
             "take --format native, or a recipe without a heal section",
         )
     check_output(request.out, overwrite=request.overwrite)
-    _check_texts(request, recipe)
-    out = request.out.resolve()
-    work = out.with_name(f".{out.name}.stages")
-    _claim(work, _key(request, recipe, bf16))
-    folder = work / "converted"
-    try:
-        if not folder.exists():
-            convert(replace(request, out=folder, overwrite=False), progress)
-    finally:
-        if [path.name for path in work.iterdir()] == [_REQUEST]:  # nothing to go on with
-            shutil.rmtree(work, ignore_errors=True)
-    for i, (name, stage) in enumerate(stages):
-        last = i == len(stages) - 1
-        target = request.out if last else work / name
-        if last or not target.exists():
-            heal(stage(folder, target, last and request.overwrite), progress)
-        folder = target
-    shutil.rmtree(work, ignore_errors=True)
+    check_request(request, planned)
+    if request.statistics is not None and recipe.calibration is not None:
+        given_statistics(request.statistics, open_source(request.source, revision=request.revision), recipe)
+    stages = _healings(request, planned, bf16)
+    with sole_run(request.out, "stages"):
+        out = request.out.resolve()
+        work = out.with_name(f".{out.name}.stages")
+        _claim(work, _key(request, recipe, bf16), out)
+        folder = work / "converted"
+        try:
+            if not folder.exists():
+                convert(replace(request, out=folder, overwrite=False), progress)
+        finally:
+            if work.is_dir() and [path.name for path in work.iterdir()] == [_REQUEST]:  # nothing to go on with
+                shutil.rmtree(work, ignore_errors=True)
+        for i, (name, stage) in enumerate(stages):
+            last = i == len(stages) - 1
+            target = request.out if last else work / name
+            if last or not target.exists():
+                heal(stage(folder, target, last and request.overwrite), progress)
+            folder = target
+        _remove(work)
     return json.loads((request.out / RECORD_NAME).read_text(encoding="utf-8"))
-
-
-def _check_texts(request: ConvertRequest, recipe: Recipe) -> None:
-    """Check before the conversion that the texts have what the stages after it train on.
-
-    Raises:
-        TextError: they do not.
-    """
-    tokenizer = open_source(request.source, revision=request.revision, token=request.token).load_tokenizer()
-    for _, stage in _healings(request, recipe, bf16=False):
-        wanted = stage(Path(), Path(), False)
-        healing_text(
-            tokenizer,
-            wanted.texts,
-            context=wanted.text.context,
-            tokens=wanted.text.tokens,
-            held_out_share=wanted.text.held_out_share,
-            seed=wanted.text.seed,
-            passes=wanted.text.passes,
-        )
 
 
 _Stage = tuple[str, Callable[[Path, Path, bool], HealRequest]]
 
 
-def _healings(request: ConvertRequest, recipe: Recipe, bf16: bool) -> list[_Stage]:
-    """The stages of healing in their order, each to be told its model, its output and whether that is replaced."""
-    if recipe.heal is None:
-        return []
-    texts, context, seed = request.calibration or (BUILTIN_TEXT,), recipe.heal.context, request.seed
+def _healings(request: ConvertRequest, planned: ConversionPlan, bf16: bool) -> list[_Stage]:
+    """The stages of healing in their order, each to be told its model, its output and whether that is replaced.
+
+    Raises:
+        TextError: a text cannot be read, or is too short for what a stage trains on.
+    """
+    recipe = planned.recipe.heal
+    assert recipe is not None
+    tokenizer = open_source(request.source, revision=request.revision, token=request.token).load_tokenizer()
+    texts, seed = request.calibration or (BUILTIN_TEXT,), request.seed
+    context = min(recipe.context, planned.source.max_position_embeddings)
     common: dict[str, Any] = {
         "teacher": request.source,
         "texts": texts,
         "revision": request.revision,
         "token": request.token,
     }
-    found: list[_Stage] = []
-    if (local := recipe.heal.layers) is not None:
-        text = TextSettings(tokens=local.tokens, passes=local.passes, context=context, seed=seed)
+    found: list[tuple[str, HealRequest]] = []
+    if (local := recipe.layers) is not None:
+        # Contexts are drawn anew at every step: a text of any length will do.
+        text = TextSettings(tokens=local.tokens, passes=_ANY, context=context, seed=seed)
         layers = LayerSettings(
             steps=local.steps, batch=local.batch, learning_rate=local.learning_rate, bf16=bf16, seed=seed
         )
-
-        def heal_layers(model: Path, out: Path, overwrite: bool) -> HealRequest:
-            return HealRequest(model, out, stage="layers", text=text, layers=layers, overwrite=overwrite, **common)
-
-        found.append(("layers", heal_layers))
-    if (whole := recipe.heal.whole) is not None:
-        whole_text = TextSettings(tokens=whole.tokens, passes=whole.passes, context=context, seed=seed)
+        found.append(("layers", HealRequest(Path(), Path(), stage="layers", text=text, layers=layers, **common)))
+    if (whole := recipe.whole) is not None:
+        text = TextSettings(tokens=whole.tokens, passes=whole.passes, context=context, seed=seed)
         distil = DistilSettings(learning_rate=whole.learning_rate, accumulate=whole.batch, bf16=bf16, seed=seed)
+        found.append(("global", HealRequest(Path(), Path(), stage="global", text=text, distil=distil, **common)))
 
-        def heal_whole(model: Path, out: Path, overwrite: bool) -> HealRequest:
-            return HealRequest(
-                model, out, stage="global", text=whole_text, distil=distil, overwrite=overwrite, **common
-            )
+    # What one stage checks itself on, no other trains on: all hold out as much as the one that holds out most.
+    held_out = 0
+    for _, stage in found:
+        try:
+            windows = text_of(stage, tokenizer)
+        except TextError as error:
+            raise TextError(error.message, _SHORT) from error
+        held_out = max(held_out, len(windows.held_out) // len(texts))
+    found = [(name, replace(stage, text=replace(stage.text, held_out=held_out))) for name, stage in found]
+    for _, stage in found:
+        text_of(stage, tokenizer)
+    return [(name, partial(_placed, stage)) for name, stage in found]
 
-        found.append(("global", heal_whole))
-    return found
+
+def _placed(stage: HealRequest, model: Path, out: Path, overwrite: bool) -> HealRequest:
+    return replace(stage, model=model, out=out, overwrite=overwrite)
 
 
 def _key(request: ConvertRequest, recipe: Recipe, bf16: bool) -> dict[str, Any]:
@@ -160,22 +164,41 @@ def _digest(path: Path) -> str | None:
         return None
 
 
-def _claim(work: Path, key: dict[str, Any]) -> None:
+def _claim(work: Path, key: dict[str, Any], out: Path) -> None:
     """Make the folder of the stages, or keep it if it is of the same request.
 
     Raises:
-        OutputError: it cannot be made.
+        OutputError: it cannot be made, or is something else.
     """
     written = json.dumps(key, indent=2, sort_keys=True)
     path = work / _REQUEST
+    if os.path.lexists(work) and not path.is_file() and not _is_rest(work):
+        raise OutputError(f"{work} is in the way, and was not written by mla-convert", "move it, or choose another OUT")
     try:
         if path.is_file() and path.read_text(encoding="utf-8") == written:
             log.info("going on with the stages in %s", work)
             return
         if work.exists():
             log.info("removing %s, stages of another run", work)
-            shutil.rmtree(work)
-        work.mkdir(parents=True)
+            for entry in work.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+                elif entry.name != _CALIBRATION:
+                    entry.unlink()
+        shutil.rmtree(work_folder(out), ignore_errors=True)
+        work.mkdir(parents=True, exist_ok=True)
         path.write_text(written, encoding="utf-8")
     except OSError as error:
         raise OutputError(f"cannot write {work}: {error.strerror or error}", "choose another output folder") from error
+
+
+def _is_rest(work: Path) -> bool:
+    """Whether a folder is what is left of stages that were being removed."""
+    return work.is_dir() and {path.name for path in work.iterdir()} <= {"converted", "layers", _CALIBRATION}
+
+
+def _remove(work: Path) -> None:
+    """Remove the stages; first what says whose they are, so that a part of them is never taken up."""
+    with suppress(OSError):
+        (work / _REQUEST).unlink()
+    shutil.rmtree(work, ignore_errors=True)

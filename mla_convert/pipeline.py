@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from mla_convert.calibrate.collect import collect
 from mla_convert.calibrate.statistics import (
     Provenance,
     Statistics,
-    is_statistics,
     load_statistics,
     save_statistics,
 )
@@ -45,8 +44,9 @@ from mla_convert.record import (
     model_card,
 )
 from mla_convert.refit import LayerRefit, refit_layers
+from mla_convert.request import ConvertRequest, check_request, given_statistics
 from mla_convert.sources import Source, open_source
-from mla_convert.spec import DTYPE_BYTES, OutputFormat, StockRope
+from mla_convert.spec import DTYPE_BYTES
 from mla_convert.transform import ConvertedLayer, convert_layer, slot_costs
 
 logger = logging.getLogger(__name__)
@@ -59,30 +59,6 @@ NOISE_SHARE = 0.125
 VERIFY_BYTES = 6 * 2**30
 VERIFY_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 _VERIFY_TEXT = "Multi-head latent attention keeps one small vector for each token, from which every head reads."
-
-
-@dataclass(frozen=True)
-class ConvertRequest:
-    """What the user asked for; see ``mla-convert convert --help`` for each field."""
-
-    source: str
-    out: Path
-    recipe: str = "default"
-    cache: float | None = None
-    kv_rank: int | None = None
-    rope_dim: int | None = None
-    format: OutputFormat = "native"
-    stock_rope: StockRope = "default"
-    calibration: tuple[str, ...] = ()
-    calibration_tokens: int | None = None
-    seed: int = 0
-    dtype: str | None = None
-    overwrite: bool = False
-    revision: str | None = None
-    token: str | None = None
-    statistics: Path | None = None
-    save_statistics: Path | None = None
-    max_shard_size: str = "5GB"
 
 
 def plan(request: ConvertRequest) -> ConversionPlan:
@@ -106,10 +82,14 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
     progress = progress or silent
     check_output(request.out, overwrite=request.overwrite)
     source, planned, notes = _prepare(request)
-    _check_files(request, planned.recipe)
+    check_request(request, planned)
     dtype_name = request.dtype or source.spec.dtype
     dtype = getattr(torch, dtype_name)
     timings: dict[str, float] = {}
+    contexts, refit_text = None, None
+    if planned.recipe.refit is not None and planned.recipe.refits:  # read now, as it may be too short
+        tokens = min(planned.recipe.refit.tokens, request.calibration_tokens or planned.recipe.refit.tokens)
+        contexts, refit_text = _contexts(request, source, planned.recipe, tokens)
 
     started = time.perf_counter()
     kept = request.out.parent / f".{request.out.name}.calibration.safetensors"
@@ -133,11 +113,9 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
         )
         return replace(layer, weights=refit.converted(layer.weights))
 
-    refits, refit_text = (LayerRefit(),) * source.spec.num_layers, None
-    if planned.recipe.refit is not None and planned.recipe.refits:
+    refits = (LayerRefit(),) * source.spec.num_layers
+    if planned.recipe.refit is not None and contexts is not None:
         started = time.perf_counter()
-        tokens = min(planned.recipe.refit.tokens, request.calibration_tokens or planned.recipe.refit.tokens)
-        contexts, refit_text = _contexts(request, source, planned.recipe, tokens)
         refits = refit_layers(
             source, contexts, planned.recipe.refit, lambda *layer: converted(*layer).weights, progress
         )
@@ -228,35 +206,6 @@ def _prepare(request: ConvertRequest) -> tuple[Source, ConversionPlan, tuple[str
     return source, planned, notes
 
 
-def _check_files(request: ConvertRequest, recipe: Recipe) -> None:
-    """Check that no file the run reads or keeps is one that it would replace.
-
-    Raises:
-        UsageError: one is, or an option asks for statistics that the run does not collect.
-    """
-    out, source = Path(request.out).resolve(), Path(request.source).resolve()
-    read_or_kept: dict[str, str | Path | None] = {
-        **{f"the calibration text {ref}": ref for ref in request.calibration},
-        "the source": request.source,
-        "--statistics": request.statistics,
-        "--save-statistics": request.save_statistics,
-    }
-    for name, path in read_or_kept.items():
-        if path is None or not (Path(path).exists() or name == "--save-statistics"):
-            continue
-        if Path(path).resolve() == out or out in Path(path).resolve().parents:
-            raise UsageError(f"{name} {path} lies in the output folder {request.out}", "choose another folder")
-    saved = request.save_statistics
-    if saved is None:
-        return
-    if recipe.calibration is None or request.statistics is not None:
-        raise UsageError("--save-statistics, but this run collects none", "leave it out")
-    if source in saved.resolve().parents:
-        raise UsageError(f"--save-statistics {saved} lies in the source", "choose another place")
-    if saved.is_dir() or (saved.exists() and not is_statistics(saved)):
-        raise UsageError(f"--save-statistics {saved} exists and is not a file of statistics", "choose another name")
-
-
 def _statistics(
     request: ConvertRequest, source: Source, recipe: Recipe, kept: Path, progress: Progress
 ) -> Statistics | None:
@@ -265,9 +214,7 @@ def _statistics(
         return None
     digests = source.digests()
     if request.statistics is not None:
-        given = load_statistics(request.statistics)
-        given.check(digests, source.spec, gradients=recipe.needs_gradients, held_out=recipe.needs_held_out)
-        return given
+        return given_statistics(request.statistics, source, recipe)
     tokens = request.calibration_tokens or recipe.calibration.tokens
     contexts, text = _contexts(request, source, recipe, tokens)
     noise = None

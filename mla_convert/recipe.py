@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from mla_convert.errors import RecipeError
 
@@ -111,10 +110,9 @@ class RefitRecipe:
 
 @dataclass(frozen=True)
 class HealLayersRecipe:
-    """Stage ``layers`` of healing; see `mla_convert.heal.layers.LayerSettings`."""
+    """Stage ``layers`` of healing; see `mla_convert.heal.layers.LayerSettings`. Contexts are drawn of `tokens`."""
 
     tokens: int
-    passes: int
     steps: int
     batch: int
     learning_rate: float
@@ -186,17 +184,22 @@ class Recipe:
             found["factorise"]["damping"] = list(self.factorise.damping)
         if self.heal is not None:
             found["heal"]["global"] = found["heal"].pop("whole")
+            found["heal"] = {name: value for name, value in found["heal"].items() if value is not None}
         optional = ("allocation", "refit", "heal")
         return {name: value for name, value in found.items() if name not in optional or value is not None}
 
 
+# No number in a recipe means anything beyond it, and tensors of more elements cannot be addressed.
+_LARGEST = 10**12
+
+
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class _Calibration(_Model):
-    tokens: int = Field(ge=1)
-    context: int = Field(ge=2)
+    tokens: int = Field(ge=1, le=_LARGEST)
+    context: int = Field(ge=2, le=_LARGEST)
 
 
 class _Decouple(_Model):
@@ -218,7 +221,7 @@ class _Factorise(_Model):
     @classmethod
     def _one_or_several(cls, value: Any) -> float | tuple[float, ...]:
         candidates = value if isinstance(value, list) else [value]
-        if not candidates or not all(type(number) in (int, float) and 0 <= number < math.inf for number in candidates):
+        if not candidates or not all(type(number) in (int, float) and 0 <= number <= _LARGEST for number in candidates):
             raise ValueError("not a number of at least 0, nor a list of such numbers")
         numbers = tuple(float(number) for number in candidates)
         return numbers if isinstance(value, list) else numbers[0]
@@ -227,36 +230,43 @@ class _Factorise(_Model):
 class _Allocation(_Model):
     split: Literal["share", "predicted"] = "share"
     layers: Literal["uniform", "waterfill"] = "uniform"
-    step: int = Field(default=8, ge=2, multiple_of=2)
+    step: int = Field(default=8, ge=2, multiple_of=2, le=_LARGEST)
     moved_weight: float = Field(default=0.5, ge=0)
-    spread: int = Field(default=64, ge=0)
+    spread: int = Field(default=64, ge=0, le=_LARGEST)
 
 
 class _Refit(_Model):
-    tokens: int = Field(default=16384, ge=1)
-    inputs: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    outputs: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    tokens: int = Field(default=16384, ge=1, le=_LARGEST)
+    inputs: float = Field(default=0.0, ge=0)
+    outputs: float = Field(default=0.0, ge=0)
 
 
 class _HealLayers(_Model):
-    tokens: int = Field(default=65536, ge=1)
-    passes: int = Field(default=1, ge=1)
-    steps: int = Field(default=100, ge=1)
-    batch: int = Field(default=2, ge=1)
+    tokens: int = Field(default=65536, ge=1, le=10**9)  # their hidden states are kept
+    steps: int = Field(default=100, ge=1, le=_LARGEST)
+    batch: int = Field(default=2, ge=1, le=_LARGEST)
     learning_rate: float = Field(default=1e-3, gt=0, lt=1)
 
 
 class _HealGlobal(_Model):
-    tokens: int = Field(default=262144, ge=1)
-    passes: int = Field(default=1, ge=1)
-    batch: int = Field(default=4, ge=1)
+    tokens: int = Field(default=262144, ge=1, le=_LARGEST)
+    passes: int = Field(default=1, ge=1, le=_LARGEST)
+    batch: int = Field(default=4, ge=1, le=_LARGEST)
     learning_rate: float = Field(default=5e-4, gt=0, lt=1)
 
 
 class _Heal(_Model):
-    context: int = Field(default=512, ge=2)
+    context: int = Field(default=512, ge=2, le=_LARGEST)
     layers: _HealLayers | None = None
     whole: _HealGlobal | None = Field(default=None, alias="global")  # a keyword of Python
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if self.layers is None and self.whole is None:
+            raise ValueError("neither layers nor global: leave heal out")
+        if self.whole is not None and self.whole.tokens < self.whole.batch * self.context:
+            raise ValueError("global.tokens do not fill one batch of contexts")
+        return self
 
 
 class _Recipe(_Model):
@@ -293,8 +303,8 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
         parsed = _Recipe.model_validate(content)
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"the recipe {path} cannot be read: {error}", "check the path") from error
-    except yaml.YAMLError as error:
-        raise RecipeError(f"the recipe {path} is not YAML: {error}", "mend the line that the message names") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise RecipeError(f"the recipe {path} is not YAML: {_fault(error)}", "mend the line that is named") from error
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'recipe'}: {e['msg']}" for e in error.errors())
         raise RecipeError(f"the recipe {path} does not validate: {faults}", "mend these keys") from error
@@ -315,6 +325,14 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
             "add calibration: {tokens: ..., context: ...}",
         )
     return recipe
+
+
+def _fault(error: Exception) -> str:
+    """A parser's message in one line, with the line and column of the file."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())
 
 
 def _heal(parsed: _Heal) -> HealRecipe:

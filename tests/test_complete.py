@@ -14,14 +14,15 @@ import yaml
 from mla_convert import complete
 from mla_convert.cli import run
 from mla_convert.complete import convert_and_heal
-from mla_convert.errors import OutputError, StatisticsError, TextError, UsageError
+from mla_convert.errors import OutputError, RecipeError, StatisticsError, TextError, UsageError
 from mla_convert.evaluate.load import load_for_evaluation
-from mla_convert.heal.healing import HealRequest
+from mla_convert.heal.checkpoint import Checkpoints
+from mla_convert.heal.healing import HealRequest, text_of
 from mla_convert.pipeline import ConvertRequest, convert
 from mla_convert.recipe import load_recipe
 from tests.tiny import save_source, tiny_llama
 
-LAYERS = {"tokens": 512, "passes": 2, "steps": 20, "batch": 2, "learning_rate": 0.003}
+LAYERS = {"tokens": 512, "steps": 20, "batch": 2, "learning_rate": 0.003}
 GLOBAL = {"tokens": 1024, "passes": 2, "batch": 2, "learning_rate": 0.003}
 
 
@@ -144,8 +145,11 @@ def refuse(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize(
     ("heal", "changes", "error"),
     [
-        ({"layers": LAYERS | {"tokens": 10**6}}, {}, TextError),
         ({"global": GLOBAL | {"tokens": 10**6}}, {}, TextError),
+        ({"global": GLOBAL | {"batch": 17}}, {}, RecipeError),
+        ({}, {}, RecipeError),
+        ({"layers": LAYERS}, {"statistics": Path("absent.safetensors")}, StatisticsError),
+        ({"layers": LAYERS}, {"statistics": Path("absent.safetensors"), "calibration": ()}, UsageError),
         ({"layers": LAYERS}, {"format": "deepseek", "cache": None, "kv_rank": 20, "rope_dim": 8}, UsageError),
     ],
 )
@@ -184,10 +188,87 @@ def test_the_command_line_heals_where_its_recipe_does(request_for, tmp_path, sou
         "--json",
     ]
     assert run([str(argument) for argument in ["convert", source, tmp_path / "out", *options]]) == 0
-    assert json.loads(capsys.readouterr().out)["record"]["healing"][0]["stage"] == "layers"
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["record"]["healing"][0]["stage"] == "layers"
+    assert printed["plan"]["heal"]["layers"]["steps"] == 20
+    assert run([str(argument) for argument in ["convert", source, tmp_path / "no", *options[:-1], "--dry-run"]]) == 0
+    assert "heals after the conversion: layers" in capsys.readouterr().out
 
 
-def test_a_conversion_that_fails_leaves_nothing(request_for, tmp_path) -> None:
+def stopped_in_the_last_stage(request: ConvertRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run until a checkpoint of the last stage is written."""
+    save = Checkpoints.save
+
+    def save_and_stop(self: Checkpoints, *arguments: Any) -> None:
+        save(self, *arguments)
+        if self.folder.parent.name == ".out.heal":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "save", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert_and_heal(request)
+
+
+def test_a_checkpoint_of_another_request_is_not_in_the_way(request_for, monkeypatch, tmp_path) -> None:
+    stopped_in_the_last_stage(request_for({"layers": LAYERS}), monkeypatch)
+    assert names(tmp_path) == [".out.heal", ".out.stages", "recipe.yaml"]
+    convert_and_heal(request_for({"layers": LAYERS}, cache=0.6))
+    assert names(tmp_path) == ["out", "recipe.yaml"]
+
+
+def test_a_mistyped_command_loses_nothing(request_for, monkeypatch, tmp_path) -> None:
+    request = request_for({"layers": LAYERS})
+    stopped_in_the_last_stage(request, monkeypatch)
     with pytest.raises(StatisticsError):
         convert_and_heal(request_for({"layers": LAYERS}, statistics=tmp_path / "absent.safetensors"))
-    assert names(tmp_path) == ["recipe.yaml"]
+    monkeypatch.setattr(complete, "convert", refuse)
+    convert_and_heal(request)
+
+
+def test_a_second_run_on_the_same_output_is_refused(request_for, monkeypatch, tmp_path) -> None:
+    def interfere(*_: Any) -> None:
+        convert_and_heal(request_for({"layers": LAYERS}, cache=0.6))
+
+    monkeypatch.setattr(complete, "heal", interfere)
+    with pytest.raises(OutputError, match="another run is writing"):
+        convert_and_heal(request_for({"layers": LAYERS}))
+
+
+def test_no_stage_trains_on_what_another_checks_itself_on(request_for, monkeypatch) -> None:
+    seen: list[HealRequest] = []
+    heal = complete.heal
+    monkeypatch.setattr(complete, "heal", lambda wanted, progress: seen.append(wanted) or heal(wanted, progress))
+    convert_and_heal(request_for({"layers": LAYERS, "global": GLOBAL | {"tokens": 4096}}))
+    _, tokenizer = load_for_evaluation(seen[0].teacher, torch.float32)
+    texts = [text_of(wanted, tokenizer) for wanted in seen]
+    trained = {tuple(row) for text in texts for row in text.train.tolist()}
+    assert not trained & {tuple(row) for text in texts for row in text.held_out.tolist()}
+
+
+def test_a_text_in_the_output_is_not_replaced_with_it(request_for, tmp_path, text) -> None:
+    convert(request_for(None))
+    inside = tmp_path / "out" / "text.txt"
+    inside.write_text(text.read_text())
+    with pytest.raises(UsageError, match="lies in the output folder"):
+        convert_and_heal(request_for({"layers": LAYERS}, calibration=(str(inside),), overwrite=True))
+    assert inside.exists()
+
+
+def test_a_foreign_folder_of_the_stages_name_is_left_alone(request_for, tmp_path) -> None:
+    foreign = tmp_path / ".out.stages" / "mine.txt"
+    foreign.parent.mkdir()
+    foreign.write_text("mine")
+    with pytest.raises(OutputError, match="is in the way"):
+        convert_and_heal(request_for({"layers": LAYERS}))
+    assert foreign.read_text() == "mine"
+
+
+def test_what_was_being_removed_when_it_was_killed_is_not_taken_up(request_for, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(complete.shutil, "rmtree", lambda path, **_: None)
+    convert_and_heal(request_for({"layers": LAYERS}))
+    monkeypatch.undo()
+    (tmp_path / ".out.stages" / "converted" / "config.json").unlink()
+    before = weights(tmp_path / "out")
+    convert_and_heal(request_for({"layers": LAYERS}, overwrite=True))
+    assert weights(tmp_path / "out") == before

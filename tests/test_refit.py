@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mla_convert import pipeline
 from mla_convert.calibrate.collect import collect
-from mla_convert.errors import TextError
+from mla_convert.errors import TextError, UsageError
 from mla_convert.evaluate import load_for_evaluation
 from mla_convert.pipeline import ConvertRequest, convert
 from mla_convert.recipe import RefitRecipe, load_recipe
@@ -245,7 +245,9 @@ def test_the_walk_is_made_once_and_its_text_is_asked_for_with_saved_statistics_t
     assert all(torch.equal(value, stored[1][name]) for name, value in stored[0].items())
     with pytest.raises(TextError):
         convert(replace(again, out=tmp_path / "no", calibration=("./absent.txt",)))
-    assert convert(replace(again, calibration=(), calibration_tokens=512, overwrite=True))["refit"]["tokens"] == 512
+    with pytest.raises(UsageError, match="trains on text"):
+        convert(replace(again, out=tmp_path / "no", calibration=()))
+    assert convert(replace(again, calibration_tokens=512, overwrite=True))["refit"]["tokens"] == 512
     assert walks == [1024, 1024, 512]
 
 

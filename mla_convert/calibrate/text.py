@@ -97,6 +97,19 @@ def windows(
     return contexts[:wanted].contiguous()  # pyright: ignore[reportReturnType]
 
 
+def check_distinct(texts: Sequence[Text]) -> None:
+    """Check that no text is there twice: it would count double, and what is held out of it would not be.
+
+    Raises:
+        TextError: one is.
+    """
+    seen: dict[str, str] = {}
+    for text in texts:
+        if text.digest in seen:
+            raise TextError(f"{seen[text.digest]} and {text.ref} are the same text", "name every text once")
+        seen[text.digest] = text.ref
+
+
 def joint_digest(texts: Sequence[Text]) -> str:
     """Return one digest for several texts; a single text's is its own."""
     if len(texts) == 1:
@@ -110,8 +123,9 @@ def mixed_windows(tokenizer: Any, texts: Sequence[Text], *, context: int, max_to
     Every text gives an equal share of ``max_tokens``, or all it has. With one text this is `windows` with a seed.
 
     Raises:
-        TextError: a text is too short for one context, or ``max_tokens`` for one of each.
+        TextError: a text is too short for one context, ``max_tokens`` for one of each, or a text is there twice.
     """
+    check_distinct(texts)
     if max_tokens < len(texts) * context:
         raise TextError(
             f"{max_tokens} tokens do not fill one context of {context} from each of {len(texts)} texts",
@@ -143,7 +157,8 @@ def _read_file(path: Path, max_chars: int | None) -> str:
     path = path.expanduser()
     try:
         with path.open(encoding="utf-8") as file:
-            return file.read(-1 if max_chars is None else max_chars)
+            # Not what is asked for at any rate: reading reserves as much, and there may be far less.
+            return file.read(-1 if max_chars is None else min(max_chars, path.stat().st_size))
     except UnicodeDecodeError as error:
         raise TextError(f"{path} is not UTF-8 text ({error.reason})", "convert the file to UTF-8") from error
     except OSError as error:

@@ -88,7 +88,7 @@ def convert(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(metavar="N", min=0, max=2**32 - 1, help="Seed of the calibration's sampling.")
+        int, typer.Option(metavar="N", min=0, max=2**32 - 1, help="Seed of what is drawn of the texts.")
     ] = 0,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Write the weights in this dtype.", show_default="the source's")
@@ -151,6 +151,7 @@ def convert(
         console.result({"source": source, "out": str(out), "plan": facts, "record": record})
         _show_plan(console, source, facts)
         _show_errors(console, record)
+        _show_healing(console, record)
         _show_next(console, source, out)
 
 
@@ -196,6 +197,7 @@ def describe_plan(plan: ConversionPlan) -> dict[str, Any]:
         "source_cache_bytes_per_token": {dtype: plan.source_cache_bytes_per_token(dtype) for dtype in CACHE_DTYPES},
         "cache_bytes_per_token": {dtype: plan.cache_bytes_per_token(dtype) for dtype in CACHE_DTYPES},
         "layers": [asdict(shape) for shape in plan.layers],
+        "heal": plan.recipe.to_dict().get("heal"),
         "provisional": plan.provisional,
     }
 
@@ -217,6 +219,9 @@ def _show_plan(console: Screen, source: str, facts: dict[str, Any]) -> None:
         *((f"bytes a token, {dtype}", f"{before[dtype]:,}", f"{after[dtype]:,}", change) for dtype in CACHE_DTYPES),
     ]
     console.table(title, ("cache", "before", "after", "change"), rows)
+    if facts["heal"]:
+        stages = [name for name in ("layers", "global") if name in facts["heal"]]
+        console.line(f"the recipe heals after the conversion: {', then '.join(stages)}")
 
 
 def _range(facts: dict[str, Any], name: str) -> str:
@@ -236,6 +241,24 @@ def _show_errors(console: Screen, record: dict[str, Any]) -> None:
         rows.append((name, f"{sum(values) / len(values):.4f}", f"{values[worst]:.4f}", worst))
     console.line()
     console.table("shares lost, by the calibration's measure", ("", "mean", "worst", "in layer"), rows)
+
+
+def _show_healing(console: Screen, record: dict[str, Any]) -> None:
+    """Show what each stage of healing did on the text that it kept to check itself."""
+    rows = []
+    for stage in record.get("healing", []):
+        if "layers" in stage:
+            results = stage["layers"]["results"]
+            before, after = (
+                sum(layer[name] for layer in results) / len(results) for name in ("held_out_before", "held_out_after")
+            )
+            rows.append(("layers: error of attention outputs", f"{before:.4f}", f"{after:.4f}"))
+        if "global" in stage:
+            course = stage["global"]["held_out_kl"]
+            rows.append(("global: KL to the source, nats", f"{course['0']:.4f}", f"{min(course.values()):.4f}"))
+    if rows:
+        console.line()
+        console.table("healing, on text kept to check on", ("", "before", "after"), rows)
 
 
 def _show_next(console: Screen, source: str, out: Path) -> None:

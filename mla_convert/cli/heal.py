@@ -50,7 +50,7 @@ def heal(
     tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Training tokens, in equal shares of the texts.")] = (
         32768
     ),
-    passes: Annotated[int, typer.Option(metavar="N", min=1, help="How often a context may be trained on.")] = 1,
+    passes: Annotated[int, typer.Option(metavar="N", min=1, help="global: how often a context may be trained on.")] = 1,
     context: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens in a context.")] = 512,
     held_out: Annotated[
         float, typer.Option(metavar="SHARE", help="How much of each text is kept to check on, from its end.")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from mla_convert.errors import OutputError
 from mla_convert.record import RECORD_NAME
@@ -38,6 +42,30 @@ def check_output(out: Path, *, overwrite: bool) -> None:
             f"{out} holds files but no {RECORD_NAME}, so it was not written by mla-convert and is not replaced",
             "choose another output folder, or remove this one by hand",
         )
+
+
+@contextmanager
+def sole_run(out: Path, kind: str) -> Iterator[None]:
+    """Within it, no other process on this machine is in one of the same ``kind`` for ``out``.
+
+    The lock lies among the system's temporary files, so that nothing is left beside the output.
+
+    Raises:
+        OutputError: one is.
+    """
+    name = hashlib.sha256(os.path.realpath(out).encode()).hexdigest()[:32]
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    lock = FileLock(Path(tempfile.gettempdir()) / f"mla-convert-{user}-{name}.{kind}.lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise OutputError(
+            f"another run is writing {out}", "wait until it has finished, or choose another output folder"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _check_place(target: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from mla_convert.calibrate.text import STREAMED_CHARS, Text, read_text, windows
+from mla_convert.calibrate.text import STREAMED_CHARS, Text, check_distinct, read_text, windows
 from mla_convert.errors import TextError
 
 # Characters read for a token that is wanted, where a text has no end in sight: more than any tokenizer needs.
@@ -56,6 +56,7 @@ def healing_text(
     held_out_share: float,
     seed: int,
     passes: int = 1,
+    held_out: int | None = None,
 ) -> HealingText:
     """Return windows of ``context`` tokens from the texts that ``refs`` name (see `calibrate.text.read_text`).
 
@@ -67,6 +68,7 @@ def healing_text(
         tokens: training tokens, repetitions counted.
         held_out_share: between 0 and 1.
         passes: how often a window may be trained on, for texts shorter than their share.
+        held_out: how many windows of each text are held out, instead of the share.
 
     Raises:
         TextError: a text cannot be read, is too short for its share (both in tokens), or is given twice; no texts,
@@ -76,9 +78,9 @@ def healing_text(
     wanted = tokens // context // len(refs)
     limit = max(STREAMED_CHARS, _CHARS_PER_TOKEN * wanted * context)
     texts = [read_text(ref, max_chars=limit) for ref in refs]
-    _check_distinct(texts)
+    check_distinct(texts)
     cut = [windows(tokenizer, text.text, context=context) for text in texts]
-    held = max(1, int(held_out_share * min(wanted, *(len(rows) for rows in cut))))
+    held = held_out or max(1, int(held_out_share * min(wanted, *(len(rows) for rows in cut))))
     for text, rows in zip(texts, cut, strict=True):
         _check_length(text, len(rows), held=held, wanted=wanted, passes=passes, context=context)
 
@@ -115,15 +117,6 @@ def _check(refs: Sequence[str], *, context: int, tokens: int, held_out_share: fl
             f"{tokens} tokens do not fill one context of {context} from each of {len(refs)} texts",
             f"give at least {len(refs) * context} tokens, a shorter context or fewer texts",
         )
-
-
-def _check_distinct(texts: Sequence[Text]) -> None:
-    """Check that no text is there twice: held-out windows of the one would be trained on as the other's."""
-    seen: dict[str, str] = {}
-    for text in texts:
-        if text.digest in seen:
-            raise TextError(f"{seen[text.digest]} and {text.ref} are the same text", "name every text once")
-        seen[text.digest] = text.ref
 
 
 def _check_length(text: Text, available: int, *, held: int, wanted: int, passes: int, context: int) -> None:

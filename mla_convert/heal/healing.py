@@ -7,6 +7,7 @@ import logging
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +17,13 @@ from accelerate import PartialState
 from safetensors import safe_open
 from torch import Tensor
 
-from mla_convert.errors import FormatError, SourceError, UsageError
+from mla_convert.errors import FormatError, SourceError, UsageError, VerificationError
 from mla_convert.evaluate.load import NATIVE_MODEL_TYPE, folder_model_type, load_for_evaluation
-from mla_convert.export.folder import check_output, staged_folder
+from mla_convert.export.folder import check_output, sole_run, staged_folder
 from mla_convert.export.shards import ShardWriter
 from mla_convert.heal.balance import balance
 from mla_convert.heal.checkpoint import Checkpoints, fingerprint, weight_digests
-from mla_convert.heal.curve import write_curve
+from mla_convert.heal.curve import JSONL_NAME, PNG_NAME, write_curve
 from mla_convert.heal.data import HealingText, healing_text
 from mla_convert.heal.distil import DistilResult, DistilSettings, distil
 from mla_convert.heal.gradients import output_metrics
@@ -36,6 +37,10 @@ Stage = Literal["layers", "global", "all"]
 
 # Contexts whose gradients say what errors in stage ``layers`` matter.
 METRIC_CONTEXTS = 16
+# What makes a native model that is not a tensor; a folder must be written with that which was trained.
+_SHAPE = ("kv_lora_rank", "kv_lora_ranks", "qk_rope_head_dim", "qk_rope_head_dims", "rope_inv_freq", "attention_scale")
+# Relative and absolute: weights may be stored in bfloat16.
+_ROUNDING = 2**-8
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +53,8 @@ class TextSettings:
         tokens: training tokens, in contexts of ``context``, in equal shares from every text.
         held_out_share: how much of each text is kept for validation, from its end.
         seed: of the choice and order of contexts.
-        passes: how often a context may be trained on.
+        passes: how often stage ``global`` may train on a context; more lets a shorter text do for both.
+        held_out: contexts of each text kept for validation, instead of a share.
     """
 
     tokens: int = 32768
@@ -56,6 +62,7 @@ class TextSettings:
     held_out_share: float = 0.05
     seed: int = 0
     passes: int = 1
+    held_out: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,12 +115,22 @@ def heal(request: HealRequest, progress: Progress | None = None) -> HealResult:
         HealError: the teacher does not belong to the model, a loss is not finite, or an interrupted run was another.
         UsageError: several processes, where one is needed.
         TextError: a text cannot be read or is too short.
-        OutputError: the output exists or cannot be written.
+        OutputError: the output exists or cannot be written, or another run is writing it.
+        VerificationError: what was written does not load as what was trained.
     """
-    report = progress or silent
     keep_freed_memory()
     _check_processes(request)
     check_output(request.out, overwrite=request.overwrite)
+    with nullcontext() if not PartialState().is_main_process else sole_run(request.out, "heal"):
+        return _heal(request, progress or silent)
+
+
+def work_folder(out: Path) -> Path:
+    """Return where a healing that is to write ``out`` keeps its checkpoints."""
+    return out.resolve().with_name(f".{out.resolve().name}.heal")
+
+
+def _heal(request: HealRequest, report: Progress) -> HealResult:
     model_type = folder_model_type(str(request.model))
     if model_type is None:
         raise SourceError(f"{request.model} is no folder with a model", "name a folder that convert wrote")
@@ -125,16 +142,8 @@ def heal(request: HealRequest, progress: Progress | None = None) -> HealResult:
     )
     check_teacher(student, teacher, hidden=request.stage != "global")
     check_tokenizers(tokenizer, its_tokenizer)
-    text = healing_text(
-        tokenizer,
-        request.texts,
-        context=request.text.context,
-        tokens=request.text.tokens,
-        held_out_share=request.text.held_out_share,
-        seed=request.text.seed,
-        passes=request.text.passes,
-    )
-    work = request.out.resolve().with_name(f".{request.out.resolve().name}.heal")
+    text = text_of(request, tokenizer)
+    work = work_folder(request.out)
     origin = _origin(request, text)
     results: tuple[LayerResult, ...] = ()
     distilled: DistilResult | None = None
@@ -156,6 +165,24 @@ def heal(request: HealRequest, progress: Progress | None = None) -> HealResult:
         _write(request, student, text, result)
         shutil.rmtree(work, ignore_errors=True)
     return result
+
+
+def text_of(request: HealRequest, tokenizer: Any) -> HealingText:
+    """Return the windows that ``request`` trains on.
+
+    Raises:
+        TextError: a text cannot be read or is too short.
+    """
+    return healing_text(
+        tokenizer,
+        request.texts,
+        context=request.text.context,
+        tokens=request.text.tokens,
+        held_out_share=request.text.held_out_share,
+        seed=request.text.seed,
+        passes=request.text.passes,
+        held_out=request.text.held_out,
+    )
 
 
 def _check_processes(request: HealRequest) -> None:
@@ -195,7 +222,8 @@ def _stage_layers(
 
     metrics = None
     if request.layers.metric == "fisher":
-        metrics = output_metrics(teacher, text.train[:METRIC_CONTEXTS], seed=request.layers.seed, progress=report)
+        rows = list(dict.fromkeys(text.order.tolist()))[:METRIC_CONTEXTS]  # the texts in turns
+        metrics = output_metrics(teacher, text.train[rows], seed=request.layers.seed, progress=report)
 
     def finished(result: LayerResult, weights: Mapping[str, Tensor], streams: Streams) -> None:
         results.append(result)
@@ -228,7 +256,8 @@ def _write(request: HealRequest, student: Any, text: HealingText, result: HealRe
     changed |= result.distil.weights if result.distil is not None else {}
     with staged_folder(request.out, request.overwrite) as folder:
         for file in sorted(request.model.iterdir()):
-            if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
+            old = file.suffix == ".safetensors" or file.name.endswith(".index.json")
+            if file.is_file() and not old and file.name not in (JSONL_NAME, PNG_NAME):
                 shutil.copyfile(file, folder / file.name)
         with ShardWriter(folder, "5GB") as writer:
             for shard in sorted(request.model.glob("model*.safetensors")):
@@ -241,9 +270,31 @@ def _write(request: HealRequest, student: Any, text: HealingText, result: HealRe
         record = json.loads((request.model / RECORD_NAME).read_text(encoding="utf-8"))
         record["healing"] = [*record.get("healing", []), _healing_record(request, text, result)]
         record["measurements"] = []
+        record["verification"] = None  # of the weights before
         record["notes"] = [*record["notes"], *_notes(text, result)]
         (folder / RECORD_NAME).write_text(json.dumps(json_safe(record), indent=2) + "\n", encoding="utf-8")
         (folder / CARD_NAME).write_text(model_card(record), encoding="utf-8")
+        _verify(folder, student, changed, text)
+
+
+@torch.no_grad()
+def _verify(folder: Path, student: Any, changed: Mapping[str, Tensor], text: HealingText) -> None:
+    """Load the folder again: its config and every trained tensor must be those in memory, its answers finite.
+
+    Raises:
+        VerificationError: they are not.
+    """
+    remedy = "repeat the command; if that does not help, file an issue with conversion.json"
+    loaded, _ = load_for_evaluation(str(folder), torch.float32)
+    found = loaded.state_dict()
+    differing = [name for name in _SHAPE if getattr(loaded.config, name) != getattr(student.config, name)]
+    for name, value in changed.items():
+        if not torch.allclose(found[name], value.to(found[name]), rtol=_ROUNDING, atol=_ROUNDING):
+            differing.append(name)
+    if differing:
+        raise VerificationError(f"{folder} does not hold what was trained: {differing[0]} differs", remedy)
+    if not loaded(input_ids=text.held_out[:1, :64], use_cache=False).logits.isfinite().all():
+        raise VerificationError(f"{folder} gives logits that are not finite", remedy)
 
 
 def _healing_record(request: HealRequest, text: HealingText, result: HealResult) -> dict[str, Any]:

@@ -266,7 +266,8 @@ def _heal_layer(
         if not math.isfinite(losses[-1]):
             _restore(attention, original)
             raise HealError(
-                f"the loss of layer {index} is {losses[-1]}", "lower the learning rate, and run heal again to resume"
+                f"the loss of layer {index} is {losses[-1]}",
+                "start again with a lower learning rate and another output; the layers before it stay as they are",
             )
         for optimiser, schedule in zip(optimisers, schedules, strict=True):
             optimiser.step()
