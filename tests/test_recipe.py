@@ -170,6 +170,16 @@ def test_allocation_without_gradients_or_without_a_choice_is_refused(written, al
         ({"refit": {"outputs": float("inf")}}, "refit.outputs"),
         ({"refit": {"outputs": "0.1"}}, "refit.outputs"),
         ({"refit": {"queries": 0.1}}, "refit.queries"),
+        ({"factorise__damping": 10**400}, "factorise.damping"),
+        ({"factorise__noise": float("inf")}, "factorise.noise"),
+        ({"decouple__damping": float("inf")}, "decouple.damping"),
+        ({"allocation": {"moved_weight": float("inf")}}, "allocation.moved_weight"),
+        ({"heal": {}}, "heal"),
+        ({"heal": {"layers": None, "global": None}}, "heal"),
+        ({"heal": {"whole": {}}}, "heal.whole"),
+        ({"heal": {"layers": {"tokens": 10**30}}}, "heal.layers.tokens"),
+        ({"heal": {"layers": {"learning_rate": 0}}}, "heal.layers.learning_rate"),
+        ({"heal": {"global": {"tokens": 1024, "batch": 3}}}, "heal"),
         ({"factorise__damping": [0.1, -0.1]}, "factorise.damping"),
         ({"factorise__damping": [[0.1]]}, "factorise.damping"),
         ({"factorise__damping": True}, "factorise.damping"),
@@ -269,3 +279,25 @@ def test_an_installed_wheels_copy_comes_first(tmp_path: Path, monkeypatch) -> No
     monkeypatch.setattr(module, "_PACKAGE", tmp_path)
     assert available_recipes() == ("only",)
     assert load_recipe("only").name == "only"
+
+
+def test_healing_is_absent_unless_it_is_asked_for(written) -> None:
+    assert "heal" not in load_recipe(written(content())).to_dict()
+    layers = {"tokens": 1024, "steps": 3, "batch": 1, "learning_rate": 0.01}
+    whole = {"tokens": 2048, "passes": 2, "batch": 2, "learning_rate": 0.02}
+    for stages in ({"layers": layers}, {"global": whole}, {"layers": layers, "global": whole}):
+        said = content(heal={"context": 64} | stages)
+        assert load_recipe(written(said)).to_dict() == said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("name: [1,\nother: 2\n", "line 3, column 1"), ("[" * 3000, "is not YAML")],
+    ids=["a bracket that stays open", "brackets without end"],
+)
+def test_what_is_not_yaml_is_said_in_one_line(tmp_path, text: str, message: str) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_text(text)
+    with pytest.raises(RecipeError, match=message) as caught:
+        load_recipe(file)
+    assert "\n" not in caught.value.message
