@@ -122,16 +122,13 @@ def _healings(request: ConvertRequest, planned: ConversionPlan, bf16: bool) -> l
         found.append(("global", HealRequest(Path(), Path(), stage="global", text=text, distil=distil, **common)))
 
     # What one stage checks itself on, no other trains on: all hold out as much as the one that holds out most.
-    held_out = 0
-    for _, stage in found:
-        try:
-            windows = text_of(stage, tokenizer)
-        except TextError as error:
-            raise TextError(error.message, _SHORT) from error
-        held_out = max(held_out, len(windows.held_out) // len(texts))
-    found = [(name, replace(stage, text=replace(stage.text, held_out=held_out))) for name, stage in found]
-    for _, stage in found:
-        text_of(stage, tokenizer)
+    try:
+        held_out = max(len(text_of(stage, tokenizer).held_out) for _, stage in found) // len(texts)
+        found = [(name, replace(stage, text=replace(stage.text, held_out=held_out))) for name, stage in found]
+        for _, stage in found:
+            text_of(stage, tokenizer)
+    except TextError as error:
+        raise TextError(error.message, _SHORT) from error
     return [(name, partial(_placed, stage)) for name, stage in found]
 
 

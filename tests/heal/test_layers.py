@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from mla_convert.cli import run
+from mla_convert.errors import VerificationError
 from mla_convert.evaluate import load_for_evaluation
 from mla_convert.heal import healing
 from mla_convert.heal.data import healing_text
@@ -231,3 +234,54 @@ def test_bad_options_name_what_to_do(request_for: HealRequest, options: list[str
     assert message in err
     assert "try:" in err
     assert not request_for.out.exists()
+
+
+def test_a_folder_that_changed_while_it_was_healed_is_not_written_over_what_was_trained(
+    request_for: HealRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    request_for = replace(request_for, model=Path(shutil.copytree(request_for.model, tmp_path / "model")))
+    path = request_for.model / "config.json"
+    config = json.loads(path.read_text())
+    write = healing._write
+
+    def change(*arguments: Any) -> None:
+        path.write_text(json.dumps(config | {"attention_scale": 2 * config["attention_scale"]}))
+        write(*arguments)
+
+    monkeypatch.setattr(healing, "_write", change)
+    with pytest.raises(VerificationError, match="attention_scale differs"):
+        heal(request_for)
+    assert not request_for.out.exists()
+
+
+def test_the_curve_of_an_earlier_healing_is_not_carried_over(request_for: HealRequest, tmp_path: Path) -> None:
+    request_for = replace(request_for, model=Path(shutil.copytree(request_for.model, tmp_path / "model")))
+    for name in ("loss.jsonl", "loss.png"):
+        (request_for.model / name).write_text("of another run")
+    heal(request_for)
+    assert not [name for name in ("loss.jsonl", "loss.png") if (request_for.out / name).exists()]
+
+
+def test_gradients_are_taken_on_every_text(
+    request_for: HealRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("".join(f"{i} other words than those, {i % 5} of them.\n" for i in range(400)))
+    seen: list[torch.Tensor] = []
+    metrics = healing.output_metrics
+
+    def kept(teacher: Any, contexts: torch.Tensor, **options: Any) -> Any:
+        seen.append(contexts)
+        return metrics(teacher, contexts, **options)
+
+    monkeypatch.setattr(healing, "output_metrics", kept)
+    settings = replace(request_for.layers, metric="fisher", steps=2)
+    wanted = replace(request_for, texts=(*request_for.texts, str(other)), layers=settings)
+    heal(wanted)
+    _, tokenizer = load_for_evaluation(wanted.teacher, torch.float32)
+    text = healing.text_of(wanted, tokenizer)
+    rows = [tuple(row) for row in text.train.tolist()]
+    places = [rows.index(tuple(row)) for row in seen[0].tolist()]
+    assert len(set(places)) == len(places)
+    half = len(rows) // 2
+    assert abs(sum(place < half for place in places) - len(places) / 2) <= 1
