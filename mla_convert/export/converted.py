@@ -1,0 +1,161 @@
+"""A converted folder, read lazily: what an export starts from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+from torch import Tensor
+
+from mla_convert.errors import FormatError, SourceError
+from mla_convert.mla import MLAConfig, MLAWeights
+from mla_convert.mla.names import TABLE, from_hf
+from mla_convert.sources.checkpoint import main_dtype
+from mla_convert.sources.companions import FolderCompanions, save_tokenizer
+from mla_convert.sources.safetensors_reader import open_safetensors
+from mla_convert.spec import MLAShape, RopeSpec, SourceSpec
+
+_ATTENTION = ".self_attn."
+
+
+class ConvertedModel:
+    """A folder of the native format; made by :func:`open_converted`. No weight is read before it is asked for.
+
+    It offers what the writers of formats ask of a source (`spec`, `config`, `copied`, `tensor`, `save_companions`), and
+    its layers as :class:`~mla_convert.mla.MLAWeights`.
+
+    Attributes:
+        folder: where it lies.
+        config: of the native class.
+    """
+
+    def __init__(self, folder: Path, config: MLAConfig) -> None:
+        self.folder = folder
+        self.config = config
+        self._checkpoint = open_safetensors(folder)
+        self._companions = FolderCompanions(folder)
+
+    @cached_property
+    def spec(self) -> SourceSpec:
+        """The model as a source of other formats: as many KV heads as query heads, each of N dims.
+
+        ``rope`` is that of layer 0; layers may turn at frequencies of their own (see :meth:`layer`).
+        """
+        c = self.config
+        windows = [c.sliding_window if kind == "sliding_attention" else None for kind in c.layer_types or ()]
+        return SourceSpec(
+            architecture="MLAForCausalLM",
+            family="mla_convert",
+            num_layers=c.num_hidden_layers,
+            hidden_size=c.hidden_size,
+            intermediate_size=c.intermediate_size,
+            vocab_size=c.vocab_size,
+            num_heads=c.num_attention_heads,
+            num_kv_heads=c.num_attention_heads,
+            head_dim=c.qk_nope_head_dim,
+            rope=RopeSpec(
+                dim=c.rope_dim_of(0),
+                inv_freq=self.frequencies[0],
+                attention_scaling=c.rope_attention_scaling,
+            ),
+            attention_scale=c.attention_scale,
+            rms_norm_eps=c.rms_norm_eps,
+            hidden_act=c.hidden_act,
+            max_position_embeddings=c.max_position_embeddings,
+            query_bias=c.query_bias,
+            key_bias=c.latent_bias,
+            value_bias=c.latent_bias,
+            output_bias=c.output_bias,
+            mlp_bias=c.mlp_bias,
+            tie_word_embeddings=c.tie_word_embeddings,
+            windows=tuple(windows) or (None,) * c.num_hidden_layers,
+            dtype=main_dtype(self._checkpoint),
+        )
+
+    @property
+    def shapes(self) -> tuple[MLAShape, ...]:
+        """C, R, N and V of each layer."""
+        c = self.config
+        return tuple(
+            MLAShape(c.kv_rank_of(i), c.rope_dim_of(i), c.qk_nope_head_dim, c.v_head_dim)
+            for i in range(c.num_hidden_layers)
+        )
+
+    @property
+    def frequencies(self) -> tuple[tuple[float, ...], ...]:
+        """Per layer the angular frequencies of its R/2 slots, radians a position."""
+        return tuple(tuple(row) for row in self.config.rope_inv_freq or ())
+
+    def layer(self, index: int) -> MLAWeights:
+        """The attention of layer ``index``, read now, in the dtype it is stored in.
+
+        Raises:
+            SourceError: a weight is missing or cannot be read.
+        """
+        prefix = f"model.layers.{index}{_ATTENTION}"
+        names = set(self._checkpoint.names())
+        tensors = {name: self.tensor(prefix + name) for name in TABLE if prefix + name in names}
+        try:
+            return from_hf(
+                tensors, self.shapes[index], self.config.num_attention_heads, inv_freq=self.frequencies[index]
+            )
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise SourceError(
+                f"the attention of layer {index} in {self.folder} is not what config.json says: {error}",
+                "convert the model again",
+            ) from error
+
+    def copied(self, layer: int | None) -> Iterator[tuple[str, str]]:
+        """Pairs (stored name, the same name) of what is not attention, of ``layer``, or for None outside the layers."""
+        prefix = None if layer is None else f"model.layers.{layer}."
+        for name in self._checkpoint.names():
+            inside = name.startswith("model.layers.")
+            if (not inside if prefix is None else name.startswith(prefix)) and _ATTENTION not in name:
+                yield name, name
+
+    def tensor(self, name: str) -> Tensor:
+        """One stored tensor, read now.
+
+        Raises:
+            SourceError: there is no such tensor, or it cannot be read.
+        """
+        return self._checkpoint.read(name)
+
+    def save_companions(self, folder: Path) -> None:
+        """Write tokenizer, chat template, generation config and licence files into ``folder``.
+
+        Raises:
+            SourceError: there is no tokenizer that can be loaded.
+        """
+        save_tokenizer(self._companions.load_tokenizer(), folder)
+        self._companions.save_others(self.config, folder)
+
+
+def open_converted(folder: Path) -> ConvertedModel:
+    """Open a folder that convert or heal wrote in the native format; reads its config and tensor headers only.
+
+    Raises:
+        SourceError: there is no such folder, its config is not readable, or a weight file is missing or damaged.
+        FormatError: it holds a model of another format.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise SourceError(f"{folder} has no config.json", "name a folder that `mla-convert convert` wrote")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        model_type = fields.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise SourceError(f"{path} is not a JSON object: {error}", "convert the model again") from error
+    if model_type != MLAConfig.model_type:
+        raise FormatError(
+            f"{folder} holds a {model_type!r} model; what is exported is a model of the native format",
+            "convert the source with --format native, and export what that writes",
+        )
+    try:
+        config = MLAConfig.from_dict(fields)
+    except Exception as error:  # transformers' config validation raises errors of no common kind
+        said = " ".join(str(error).split())
+        raise SourceError(f"{path} is not a config of the native format: {said}", "convert the model again") from error
+    return ConvertedModel(folder, config)

@@ -1,0 +1,88 @@
+"""A converted folder read again: the layers that were written, and what is not one says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mla_convert.errors import FormatError, SourceError
+from mla_convert.export.converted import open_converted
+from mla_convert.export.native import write_native
+from mla_convert.mla.names import to_hf
+from mla_convert.sources import open_source
+from tests.export.exact import exact_layers, exact_shape
+from tests.tiny import save_source, tiny_llama, tiny_mistral, tiny_qwen2
+
+FAMILIES = {
+    "llama": lambda: tiny_llama(),
+    "bias": lambda: tiny_llama(bias=True, mlp_bias=True),
+    "tied": lambda: tiny_llama(tied=True),
+    "window": lambda: tiny_mistral(window=8),
+    "qwen2": lambda: tiny_qwen2(window=8),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_and_description_are_those_that_were_written(tmp_path: Path, family: str) -> None:
+    source = open_source(str(save_source(FAMILIES[family](), tmp_path / "source")))
+    (tmp_path / "out").mkdir()
+    layers = dict(exact_layers(source))
+    write_native(source, layers.items(), exact_shape(source.spec), tmp_path / "out", dtype=torch.float32)
+    model = open_converted(tmp_path / "out")
+    for i, expected in layers.items():
+        found, wanted = to_hf(model.layer(i)), to_hf(expected.to(torch.float32))
+        assert found.keys() == wanted.keys()
+        for name in wanted:
+            torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=0)
+        assert model.layer(i).inv_freq == pytest.approx(expected.inv_freq)
+    for name in [
+        "num_layers",
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+        "num_heads",
+        "attention_scale",
+        "rms_norm_eps",
+        "hidden_act",
+        "max_position_embeddings",
+        "query_bias",
+        "key_bias",
+        "value_bias",
+        "output_bias",
+        "mlp_bias",
+        "tie_word_embeddings",
+        "windows",
+        "dtype",
+    ]:
+        assert getattr(model.spec, name) == getattr(source.spec, name), name
+    copied = [target for layer in (None, *range(source.spec.num_layers)) for _, target in source.copied(layer)]
+    again = [target for layer in (None, *range(source.spec.num_layers)) for _, target in model.copied(layer)]
+    assert sorted(again) == sorted(copied)
+
+
+def test_what_is_not_a_converted_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"no config\.json"):
+        open_converted(tmp_path)
+    source = save_source(tiny_llama(), tmp_path / "source")
+    with pytest.raises(FormatError, match="'llama' model"):
+        open_converted(source)
+    (source / "config.json").write_text("[")
+    with pytest.raises(SourceError, match="not a JSON object"):
+        open_converted(source)
+
+
+def test_a_config_that_does_not_fit_the_weights_is_named(tmp_path: Path) -> None:
+    source = open_source(str(save_source(tiny_llama(), tmp_path / "source")))
+    (tmp_path / "out").mkdir()
+    write_native(source, exact_layers(source), exact_shape(source.spec), tmp_path / "out", dtype=torch.float32)
+    path = tmp_path / "out" / "config.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields | {"qk_nope_head_dim": fields["qk_nope_head_dim"] + 1}))
+    with pytest.raises(SourceError, match="layer 0"):
+        open_converted(tmp_path / "out").layer(0)
+    path.write_text(json.dumps(fields | {"rope_inv_freq": [[1.0]]}))
+    with pytest.raises(SourceError, match="not a config of the native format"):
+        open_converted(tmp_path / "out")
