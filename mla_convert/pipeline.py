@@ -23,6 +23,7 @@ from mla_convert.calibrate.statistics import (
     save_statistics,
 )
 from mla_convert.calibrate.text import BUILTIN_TEXT, joint_digest, mixed_windows, read_text, uniform_windows
+from mla_convert.card import CARD_NAME, model_card
 from mla_convert.errors import StatisticsError, UsageError
 from mla_convert.export.deepseek import check_deepseek, longrope_parameters, write_deepseek
 from mla_convert.export.folder import check_output, staged_folder
@@ -35,13 +36,11 @@ from mla_convert.plan import ConversionPlan, make_plan
 from mla_convert.progress import Progress, silent
 from mla_convert.recipe import Recipe, load_recipe
 from mla_convert.record import (
-    CARD_NAME,
     RECORD_NAME,
     CalibrationRecord,
     ConversionFacts,
     SourceRecord,
     build_record,
-    model_card,
 )
 from mla_convert.refit import LayerRefit, refit_layers
 from mla_convert.request import ConvertRequest, check_request, given_statistics

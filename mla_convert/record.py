@@ -1,4 +1,4 @@
-"""What is written down about a conversion: ``conversion.json``, and the model card made from it."""
+"""What is written down about a conversion: ``conversion.json``, from which :mod:`mla_convert.card` makes the card."""
 
 from __future__ import annotations
 
@@ -11,27 +11,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mla_convert import __version__
+from mla_convert.card import CARD_NAME, model_card
 from mla_convert.errors import OutputError
 from mla_convert.spec import DTYPE_BYTES, MLAShape, OutputFormat, SourceSpec
 
 RECORD_NAME = "conversion.json"
-CARD_NAME = "README.md"
 SCHEMA_VERSION = 1
 
 _LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "gguf", "numpy")
-
-_MEASURED_COLUMNS = (
-    ("text", "text"),
-    ("context", "context"),
-    ("tokens", "tokens"),
-    ("source_perplexity", "perplexity of the source"),
-    ("perplexity", "perplexity"),
-    ("kl", "KL to the source, nats a token"),
-    ("top1_agreement", "top-1 agreement"),
-)
 
 
 @dataclass(frozen=True)
@@ -206,135 +194,3 @@ def json_safe(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return json_safe(value.tolist())
     raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")
-
-
-def model_card(record: Mapping[str, Any]) -> str:
-    """Return the README.md of a converted model: Hugging Face front matter, then what :func:`build_record` holds.
-
-    Only measured figures are shown; where nothing was measured, the card says so.
-    """
-    source = record["source"]
-    sections = [
-        _front_matter(record),
-        f"# {_title(source['ref'])}, converted to multi-head latent attention",
-        _introduction(record),
-        "## Loading\n\n" + _loading(record["format"]),
-        "## Cache\n\n" + _cache_table(record),
-        "## Quality\n\n" + _quality(record["measurements"]),
-        "## Recipe\n\n" + _recipe(record),
-        "## Limits\n\n" + _limits(record),
-    ]
-    return "\n\n".join(sections) + "\n"
-
-
-def _front_matter(record: Mapping[str, Any]) -> str:
-    entries: dict[str, Any] = {}
-    if record["source"]["kind"] == "hub":
-        entries["base_model"] = record["source"]["ref"]
-    entries |= {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["mla-convert", "multi-head-latent-attention", "mla", "kv-cache"],
-    }
-    return "---\n" + yaml.safe_dump(entries, sort_keys=False, allow_unicode=True) + "---"
-
-
-def _title(ref: str) -> str:
-    return ref.removeprefix("builtin:").rstrip("/").split("/")[-1]
-
-
-def _introduction(record: Mapping[str, Any]) -> str:
-    source = record["source"]
-    revision = f" (revision `{source['revision']}`)" if source["revision"] else ""
-    return (
-        f"`{source['ref']}`{revision}, a {source['attention']} model (`{source['architecture']}`), converted by "
-        f"mla-convert {record['tool']['version']} to multi-head latent attention (MLA): each layer caches one latent "
-        "and one shared RoPE key a token instead of keys and values of every KV head. `conversion.json` holds the "
-        "recipe, seeds, versions, digests of the inputs and the errors of every layer."
-    )
-
-
-def _loading(output_format: str) -> str:
-    if output_format == "native":
-        arguments, remark = (
-            "folder, trust_remote_code=True",
-            "The model class lies beside the weights (`configuration_mla.py`, `attention_mla.py`, `modeling_mla.py`).",
-        )
-    else:
-        arguments, remark = "folder", "The model class is transformers' own `DeepseekV3ForCausalLM`."
-    return (
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'folder = "path/to/this/folder"\n'
-        f"model = AutoModelForCausalLM.from_pretrained({arguments})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({arguments})\n```\n\n" + remark
-    )
-
-
-def _cache_table(record: Mapping[str, Any]) -> str:
-    cache = record["plan"]["cache"]
-    layers = record["source"]["num_layers"]
-    rows = [
-        ("source", cache["source_numbers_per_token"], cache["source_bytes_per_token"], 1.0),
-        ("this model", cache["numbers_per_token"], cache["bytes_per_token"], cache["ratio"]),
-    ]
-    lines = [
-        f"| | numbers a token a layer | numbers a token | bytes a token ({record['dtype']}) | ratio |",
-        "|---|---|---|---|---|",
-        *(f"| {name} | {_figure(n / layers)} | {n:,} | {b:,} | {ratio:.3f} |" for name, n, b, ratio in rows),
-    ]
-    shapes = {(s["kv_rank"], s["rope_dim"], s["nope_dim"], s["value_dim"]) for s in record["plan"]["layers"]}
-    if len(shapes) == 1:
-        rank, rope, nope, value = next(iter(shapes))
-        sizes = f"Latent rank C = {rank}, RoPE dim R = {rope}, no-RoPE dim N = {nope}, value dim V = {value}."
-    else:
-        sizes = "Layers differ in their sizes; `conversion.json` lists them."
-    return "\n".join(lines) + f"\n\nThe sizes follow from the config. {sizes}"
-
-
-def _quality(measurements: Sequence[Mapping[str, Any]]) -> str:
-    if not measurements:
-        return "Not measured. `mla-convert evaluate` measures perplexity, and agreement with the source."
-    columns = [(key, title) for key, title in _MEASURED_COLUMNS if any(key in row for row in measurements)]
-    lines = [
-        "| " + " | ".join(title for _, title in columns) + " |",
-        "|" + "---|" * len(columns),
-        *("| " + " | ".join(_figure(row.get(key)) for key, _ in columns) + " |" for row in measurements),
-    ]
-    return "\n".join(lines)
-
-
-def _figure(value: Any) -> str:
-    """A table cell: floats to five significant digits, what was not measured by name."""
-    if value is None:
-        return "not measured"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value == int(value) else f"{value:.5g}"
-    return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "\\|")
-
-
-def _recipe(record: Mapping[str, Any]) -> str:
-    text = yaml.safe_dump(record["recipe"], sort_keys=False, allow_unicode=True)
-    calibration = record["calibration"]
-    used = (
-        f"Calibration: {calibration['tokens']:,} tokens of `{calibration['ref']}` (sha256 {calibration['digest']})."
-        if calibration
-        else "No calibration text was used."
-    )
-    if refit := record.get("refit"):
-        used += f" Refits: {refit['tokens']:,} tokens of `{refit['ref']}` (sha256 {refit['digest']})."
-    seeds = ", ".join(f"{name} {seed}" for name, seed in record["seeds"].items())
-    return f"```yaml\n{text}```\n\n{used}" + (f" Seeds: {seeds}." if seeds else "")
-
-
-def _limits(record: Mapping[str, Any]) -> str:
-    changes = (
-        "The conversion changes the model's answers as far as the figures above say; what was not measured is not "
-        "known. The limits and licence of the source model apply."
-    )
-    own = [changes]
-    if record["format"] == "native":
-        own.append(
-            "Engines that know neither this class nor transformers' remote code cannot serve this folder; "
-            "`--format deepseek` writes one for transformers' stock class."
-        )
-    return "\n".join(f"- {line}" for line in (*own, *record["notes"]))

@@ -11,13 +11,13 @@ import pytest
 import torch
 import yaml
 
+from mla_convert.card import model_card
 from mla_convert.record import (
     CalibrationRecord,
     ConversionFacts,
     SourceRecord,
     build_record,
     json_safe,
-    model_card,
 )
 from mla_convert.spec import MLAShape, RopeSpec, SourceSpec
 

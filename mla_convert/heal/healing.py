@@ -17,6 +17,7 @@ from accelerate import PartialState
 from safetensors import safe_open
 from torch import Tensor
 
+from mla_convert.card import CARD_NAME, model_card
 from mla_convert.errors import FormatError, SourceError, UsageError, VerificationError
 from mla_convert.evaluate.load import NATIVE_MODEL_TYPE, folder_model_type, load_for_evaluation
 from mla_convert.export.folder import check_output, sole_run, staged_folder
@@ -31,7 +32,7 @@ from mla_convert.heal.layers import LayerResult, LayerSettings, Streams, heal_la
 from mla_convert.heal.teacher import check_teacher, check_tokenizers
 from mla_convert.memory import keep_freed_memory
 from mla_convert.progress import Progress, silent
-from mla_convert.record import CARD_NAME, RECORD_NAME, json_safe, model_card
+from mla_convert.record import RECORD_NAME, json_safe
 
 Stage = Literal["layers", "global", "all"]
 

@@ -1,0 +1,187 @@
+"""The model card of a converted model, made from what its ``conversion.json`` holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+CARD_NAME = "README.md"
+
+_MEASURED_COLUMNS = (
+    ("text", "text"),
+    ("context", "context"),
+    ("tokens", "tokens"),
+    ("source_perplexity", "perplexity of the source"),
+    ("perplexity", "perplexity"),
+    ("kl", "KL to the source, nats a token"),
+    ("top1_agreement", "top-1 agreement"),
+)
+
+
+def model_card(record: Mapping[str, Any]) -> str:
+    """Return the README.md of a converted model: Hugging Face front matter, then what its record holds.
+
+    Only measured figures are shown; where nothing was measured, the card says so.
+    """
+    source = record["source"]
+    sections = [
+        _front_matter(record),
+        f"# {_title(source['ref'])}, converted to multi-head latent attention",
+        _introduction(record),
+        "## Loading\n\n" + (_exported(record["export"]) if "export" in record else _loading(record["format"])),
+        "## Cache\n\n" + _cache_table(record),
+        "## Quality\n\n" + _quality(record["measurements"]),
+        "## Recipe\n\n" + _recipe(record),
+        "## Limits\n\n" + _limits(record),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _front_matter(record: Mapping[str, Any]) -> str:
+    entries: dict[str, Any] = {}
+    if record["source"]["kind"] == "hub":
+        entries["base_model"] = record["source"]["ref"]
+    entries |= {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["mla-convert", "multi-head-latent-attention", "mla", "kv-cache"],
+    }
+    return "---\n" + yaml.safe_dump(entries, sort_keys=False, allow_unicode=True) + "---"
+
+
+def _title(ref: str) -> str:
+    return ref.removeprefix("builtin:").rstrip("/").split("/")[-1]
+
+
+def _introduction(record: Mapping[str, Any]) -> str:
+    source = record["source"]
+    revision = f" (revision `{source['revision']}`)" if source["revision"] else ""
+    return (
+        f"`{source['ref']}`{revision}, a {source['attention']} model (`{source['architecture']}`), converted by "
+        f"mla-convert {record['tool']['version']} to multi-head latent attention (MLA): each layer caches one latent "
+        "and one shared RoPE key a token instead of keys and values of every KV head. `conversion.json` holds the "
+        "recipe, seeds, versions, digests of the inputs and the errors of every layer."
+    )
+
+
+def _loading(output_format: str) -> str:
+    if output_format == "native":
+        arguments, remark = (
+            "folder, trust_remote_code=True",
+            "The model class lies beside the weights (`configuration_mla.py`, `attention_mla.py`, `modeling_mla.py`).",
+        )
+    else:
+        arguments, remark = "folder", "The model class is transformers' own `DeepseekV3ForCausalLM`."
+    return (
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'folder = "path/to/this/folder"\n'
+        f"model = AutoModelForCausalLM.from_pretrained({arguments})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({arguments})\n```\n\n" + remark
+    )
+
+
+_HOW_TO_LOAD = {
+    "stock": "Any engine that serves `DeepseekV3ForCausalLM` loads this folder; it needs no code of this project.",
+    "custom": (
+        "The model class lies beside the weights; transformers loads it with `trust_remote_code=True`, or without "
+        "where mla-convert is installed and `mla_convert.mla` imported."
+    ),
+    "gguf": "llama.cpp and what is built on it load the `.gguf` file (architecture `deepseek2`).",
+}
+
+
+def _exported(export: Mapping[str, Any]) -> str:
+    """How the folder of an export is loaded, and what its verification found."""
+    lines = [f"Exported for {export['target']}. {_HOW_TO_LOAD[export['form']]}"]
+    if export["reasons"]:
+        lines.append("Why not the stock form: " + " ".join(export["reasons"]))
+    sizes = f"As written C = {export['kv_rank']} and R = {export['rope_dim']} in every layer"
+    if export["cache_bytes"] is not None:
+        sizes += f"; the engine keeps {export['cache_bytes']:,} bytes a token"
+    lines.append(sizes + ".")
+    checked = export["verification"]
+    if checked is None:
+        lines.append("Nothing has verified what this folder answers.")
+    else:
+        found = checked["difference"]
+        lines.append(
+            f"Loaded in {checked['engine']} {checked['version']} and compared with the converted model: "
+            f"|Δ log p| {_figure(found['mean_logprob_difference'])} on average and "
+            f"{_figure(found['max_logprob_difference'])} at most, {found['agreed']} of {found['continuation']} greedy "
+            f"tokens alike; {'passed' if checked['passed'] else 'failed'}."
+        )
+    return "\n\n".join(lines)
+
+
+def _cache_table(record: Mapping[str, Any]) -> str:
+    cache = record["plan"]["cache"]
+    layers = record["source"]["num_layers"]
+    rows = [
+        ("source", cache["source_numbers_per_token"], cache["source_bytes_per_token"], 1.0),
+        ("this model", cache["numbers_per_token"], cache["bytes_per_token"], cache["ratio"]),
+    ]
+    lines = [
+        f"| | numbers a token a layer | numbers a token | bytes a token ({record['dtype']}) | ratio |",
+        "|---|---|---|---|---|",
+        *(f"| {name} | {_figure(n / layers)} | {n:,} | {b:,} | {ratio:.3f} |" for name, n, b, ratio in rows),
+    ]
+    shapes = {(s["kv_rank"], s["rope_dim"], s["nope_dim"], s["value_dim"]) for s in record["plan"]["layers"]}
+    if len(shapes) == 1:
+        rank, rope, nope, value = next(iter(shapes))
+        sizes = f"Latent rank C = {rank}, RoPE dim R = {rope}, no-RoPE dim N = {nope}, value dim V = {value}."
+    else:
+        sizes = "Layers differ in their sizes; `conversion.json` lists them."
+    return "\n".join(lines) + f"\n\nThe sizes follow from the config. {sizes}"
+
+
+def _quality(measurements: Sequence[Mapping[str, Any]]) -> str:
+    if not measurements:
+        return "Not measured. `mla-convert evaluate` measures perplexity, and agreement with the source."
+    columns = [(key, title) for key, title in _MEASURED_COLUMNS if any(key in row for row in measurements)]
+    lines = [
+        "| " + " | ".join(title for _, title in columns) + " |",
+        "|" + "---|" * len(columns),
+        *("| " + " | ".join(_figure(row.get(key)) for key, _ in columns) + " |" for row in measurements),
+    ]
+    return "\n".join(lines)
+
+
+def _figure(value: Any) -> str:
+    """A table cell: floats to five significant digits, what was not measured by name."""
+    if value is None:
+        return "not measured"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value == int(value) else f"{value:.5g}"
+    return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "\\|")
+
+
+def _recipe(record: Mapping[str, Any]) -> str:
+    text = yaml.safe_dump(record["recipe"], sort_keys=False, allow_unicode=True)
+    calibration = record["calibration"]
+    used = (
+        f"Calibration: {calibration['tokens']:,} tokens of `{calibration['ref']}` (sha256 {calibration['digest']})."
+        if calibration
+        else "No calibration text was used."
+    )
+    if refit := record.get("refit"):
+        used += f" Refits: {refit['tokens']:,} tokens of `{refit['ref']}` (sha256 {refit['digest']})."
+    seeds = ", ".join(f"{name} {seed}" for name, seed in record["seeds"].items())
+    return f"```yaml\n{text}```\n\n{used}" + (f" Seeds: {seeds}." if seeds else "")
+
+
+def _limits(record: Mapping[str, Any]) -> str:
+    changes = (
+        "The conversion changes the model's answers as far as the figures above say; what was not measured is not "
+        "known. The limits and licence of the source model apply."
+    )
+    own = [changes]
+    if "export" in record:
+        own += record["export"]["notes"]
+    elif record["format"] == "native":
+        own.append(
+            "Engines that know neither this class nor transformers' remote code cannot serve this folder; "
+            "`--format deepseek` writes one for transformers' stock class."
+        )
+    return "\n".join(f"- {line}" for line in (*own, *record["notes"]))
