@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mla_convert.sources import Source
+from mla_convert.spec import SourceSpec
 
 
-def common_config(source: Source) -> dict[str, Any]:
+class Carrier(Protocol):
+    """What writers ask of what they write from: a source, or a model that was converted already."""
+
+    @property
+    def spec(self) -> SourceSpec:
+        """What is known about it, whatever its family."""
+        ...
+
+    @property
+    def config(self) -> Any:
+        """transformers' config of it."""
+        ...
+
+    def copied(self, layer: int | None) -> Iterator[tuple[str, str]]:
+        """Pairs (stored name, name as written) of what is not converted: of a layer, for None outside layers."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """One stored tensor, read now."""
+        ...
+
+    def save_companions(self, folder: Path) -> None:
+        """Write tokenizer, chat template, generation config and licence files into ``folder``."""
+        ...
+
+
+def common_config(source: Carrier) -> dict[str, Any]:
     """Return the config fields that any target takes over from the source as they are."""
     spec = source.spec
     fields: dict[str, Any] = {
@@ -30,7 +57,7 @@ def common_config(source: Source) -> dict[str, Any]:
 
 
 def copied_tensors(
-    source: Source, layer: int | None, dtype: torch.dtype, factors: Mapping[str, float] | None = None
+    source: Carrier, layer: int | None, dtype: torch.dtype, factors: Mapping[str, float] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that are not converted, each read when its turn comes, in `dtype`.
 

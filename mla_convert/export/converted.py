@@ -37,12 +37,16 @@ class ConvertedModel:
         self._checkpoint = open_safetensors(folder)
         self._companions = FolderCompanions(folder)
 
-    @cached_property
+    @property
     def spec(self) -> SourceSpec:
         """The model as a source of other formats: as many KV heads as query heads, each of N dims.
 
         ``rope`` is that of layer 0; layers may turn at frequencies of their own (see :meth:`layer`).
         """
+        return self._spec
+
+    @cached_property
+    def _spec(self) -> SourceSpec:
         c = self.config
         windows = [c.sliding_window if kind == "sliding_attention" else None for kind in c.layer_types or ()]
         return SourceSpec(

@@ -12,12 +12,11 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from mla_convert.errors import FormatError
-from mla_convert.export.carried import common_config, common_names, copied_tensors
+from mla_convert.export.carried import Carrier, common_config, common_names, copied_tensors
 from mla_convert.export.deepseek_layer import LATENT_EPS, deepseek_layer
 from mla_convert.export.shards import ShardWriter
 from mla_convert.mla import MLAWeights
 from mla_convert.progress import Progress, silent
-from mla_convert.sources import Source
 from mla_convert.spec import MLAShape, SourceSpec
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -81,7 +80,7 @@ def check_deepseek(
 
 
 def write_deepseek(
-    source: Source,
+    source: Carrier,
     layers: Iterable[tuple[int, MLAWeights]],
     shape: MLAShape,
     folder: Path,
@@ -152,7 +151,7 @@ def write_deepseek(
 
 
 def deepseek_config(
-    source: Source,
+    source: Carrier,
     shape: MLAShape,
     *,
     dtype: torch.dtype,
@@ -236,7 +235,7 @@ def _softmax_scale(config: DeepseekV3Config) -> float:
         return float(DeepseekV3Attention(config, layer_idx=0).scaling)
 
 
-def _copied_tensor(source: Source, layer: int | None, target: str) -> torch.Tensor:
+def _copied_tensor(source: Carrier, layer: int | None, target: str) -> torch.Tensor:
     return next(source.tensor(name) for name, copied in source.copied(layer) if copied == target)
 
 
