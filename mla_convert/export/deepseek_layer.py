@@ -75,7 +75,7 @@ def deepseek_layer(
         output_factor: the attention's output likewise.
     """
     w = weights.to(torch.float64)
-    norm = linear_norm(_latent_mean_square(w.w_dkv, input_norm.to(torch.float64)))
+    norm = linear_norm(latent_mean_square(w.w_dkv, input_norm.to(torch.float64)))
     order = interleaved(w.w_kr.shape[0])
     w_q = torch.cat((w.w_uq * nope_factor, w.w_qr[:, order] * rope_factor), dim=1).flatten(0, 1)
     tensors = {
@@ -107,7 +107,7 @@ def interleaved(rope_dim: int) -> Tensor:
     return torch.arange(rope_dim).view(2, -1).T.flatten()
 
 
-def _latent_mean_square(w_dkv: Float[Tensor, "C D"], input_norm: Float[Tensor, " D"]) -> float:
+def latent_mean_square(w_dkv: Float[Tensor, "C D"], input_norm: Float[Tensor, " D"]) -> float:
     """Return the largest mean square that w_dkv x can have: ‖w_dkv diag(input_norm)‖₂²·D/C."""
     rank, width = w_dkv.shape
     scaled = w_dkv * input_norm

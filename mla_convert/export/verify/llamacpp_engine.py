@@ -1,0 +1,119 @@
+"""llama.cpp as an engine of verification, through the ``xllamacpp`` package, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from mla_convert.errors import VerificationError
+from mla_convert.export.verify import llamacpp_script
+from mla_convert.export.verify.answers import Answers, Probe
+
+PACKAGE = "xllamacpp"
+
+_REMEDY = "file an issue with the conversion.json of the folder"
+
+# More numbers than this take minutes to pass on: then only the prompt's own tokens are asked for.
+_WHOLE = 1 << 23
+_FIRST = 64
+
+# Where a probability underflows, llama.cpp gives the lowest float32 for its logarithm; exp(-104) is none in float32.
+_LOWEST = -104.0
+
+_VERSION = "import importlib.metadata as m, sys; sys.stdout.write(m.version(sys.argv[1]))"
+
+
+def version(python: Path | None = None) -> str | None:
+    """Return xllamacpp's version in that interpreter (by default this one); None where it is not installed."""
+    try:
+        run = _run([*_interpreter(python), "-c", _VERSION, PACKAGE])
+    except OSError:
+        return None
+    return run.stdout.strip() if run.returncode == 0 else None
+
+
+def answer(folder: Path, probe: Probe, *, python: Path | None = None) -> Answers:
+    """Return what llama.cpp makes of the GGUF file in `folder`, with its cache in float32.
+
+    Distributions are whole where they are not too many numbers; what has probability below exp(-104) counts as that.
+
+    Raises:
+        VerificationError: there is not one GGUF file, it does not load, or it is not answered.
+    """
+    file = gguf_file(folder)
+    vocabulary, letter = _vocabulary(file)
+    positions = len(probe.prompt) - 1
+    with tempfile.TemporaryDirectory(prefix="mla-convert-") as exchange:
+        question, reply, distributions = (Path(exchange, name) for name in ("in.json", "out.json", "distributions"))
+        asked = {
+            "file": str(file.resolve()),
+            "prompt": list(probe.prompt),
+            "new_tokens": probe.new_tokens,
+            "vocabulary": vocabulary,
+            "letter": letter,
+            "whole": positions * vocabulary <= _WHOLE,
+            "first": min(_FIRST, vocabulary),
+            "threads": torch.get_num_threads(),
+            "distributions": str(distributions),
+        }
+        question.write_text(json.dumps(asked), encoding="utf-8")
+        script = Path(llamacpp_script.__file__).read_text(encoding="utf-8")
+        run = _run([*_interpreter(python), "-c", script, str(question), str(reply)], folder=exchange)
+        if run.returncode != 0 or not reply.is_file():
+            raise VerificationError(f"llama.cpp does not run {file}: {_last_words(run)}", _REMEDY)
+        answers = json.loads(reply.read_text(encoding="utf-8"))
+        whole = None
+        if asked["whole"]:
+            numbers = torch.frombuffer(bytearray(distributions.read_bytes()), dtype=torch.float32)
+            whole = numbers.view(positions, vocabulary).double().clamp_min(_LOWEST)
+        logprobs = torch.tensor(answers["logprobs"], dtype=torch.float64).clamp_min(_LOWEST)
+        return Answers(logprobs, tuple(answers["continuation"]), whole)
+
+
+def gguf_file(folder: Path) -> Path:
+    """Return the one GGUF file of a folder.
+
+    Raises:
+        VerificationError: there is none, or there are several.
+    """
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) != 1:
+        raise VerificationError(
+            f"{folder} holds {len(found)} GGUF files, expected one", "name a folder of --target gguf"
+        )
+    return found[0]
+
+
+def _vocabulary(file: Path) -> tuple[int, int]:
+    """How many tokens there are, and one that is a letter."""
+    from mla_convert.sources.gguf_reader import open_reader
+
+    tokens = open_reader(file).get_field("tokenizer.ggml.tokens")
+    texts = [] if tokens is None else tokens.contents()
+    letter = next((row for row, text in enumerate(texts) if text.isascii() and text.isalpha()), None)
+    if letter is None:
+        raise VerificationError(f"{file} has no token that is a letter", _REMEDY)
+    return len(texts), letter
+
+
+def _interpreter(python: Path | None) -> list[str]:
+    return [sys.executable if python is None else str(python)]
+
+
+def _run(command: list[str], folder: str | None = None) -> subprocess.CompletedProcess[str]:
+    # Not from a folder with modules of its own, which would come first.
+    environment = os.environ | {"PYTHONWARNINGS": "ignore", "PYTHONSAFEPATH": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def _last_words(run: subprocess.CompletedProcess[str]) -> str:
+    """What it said last that is an error: llama.cpp's own lines before Python's."""
+    lines = [line.strip() for line in run.stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower() or "failed" in line.lower()]
+    return "; ".join((errors or lines or [f"exit status {run.returncode}"])[-3:])
