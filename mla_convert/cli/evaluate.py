@@ -24,13 +24,13 @@ def evaluate(
         ),
     ],
     text: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="TEXT",
-            help="A UTF-8 file, builtin:pydoc, or a dataset as ID[:CONFIG][@SPLIT][#COLUMN].",
+            help="A UTF-8 file, builtin:pydoc, or a dataset as ID[:CONFIG][@SPLIT][#COLUMN]. This or --tasks.",
             show_default=False,
         ),
-    ],
+    ] = None,
     against: Annotated[
         str | None,
         typer.Option(metavar="SOURCE", help="Measure this model too, and how far the two agree.", show_default=False),
@@ -55,13 +55,37 @@ def evaluate(
         bool,
         typer.Option("--record", help="With --against: write the result into MODEL's conversion.json and model card."),
     ] = False,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TASK",
+            help="Tasks of the lm-evaluation-harness (the extra `tasks`) instead of a text; repeatable, or by commas.",
+            show_default=False,
+        ),
+    ] = None,
+    include_path: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --tasks: a folder of task files of your own.", show_default=False),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="With --tasks: the first N documents of each, to try it out.", show_default="all"
+        ),
+    ] = None,
+    fewshot: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="With --tasks: examples before each question.", show_default="each task's own"
+        ),
+    ] = None,
     revision: RevisionOption = None,
     token: TokenOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Measure perplexity and cache bytes a token.
+    """Measure perplexity and cache bytes a token on a text, or the figures of benchmark tasks.
 
     With --against also the KL divergence and the top-1 agreement between the two, on the same tokens;
     --revision and --token then go to both.
@@ -70,6 +94,24 @@ def evaluate(
 
     with screen(as_json=json, quiet=quiet, verbose=verbose) as out:
         check_record(record, against, model)
+        _check_kind(text, tasks, record=record, include_path=include_path, limit=limit, fewshot=fewshot)
+        if text is None:
+            from mla_convert.cli._tasks import run_tasks
+
+            run_tasks(
+                out,
+                model,
+                against,
+                dtype,
+                tasks=tasks or [],
+                include_path=include_path,
+                limit=limit,
+                num_fewshot=fewshot,
+                batch_size=batch_size,
+                revision=revision,
+                token=token,
+            )
+            return
 
         import torch
 
@@ -129,6 +171,24 @@ def check_record(record: bool, against: str | None, model: str) -> None:
     if record and not (Path(model) / "conversion.json").is_file():
         raise UsageError(
             f"{model} has no conversion.json to record in", "leave --record out, or name a converted folder"
+        )
+
+
+def _check_kind(text: str | None, tasks: list[str] | None, *, record: bool, **task_options: object) -> None:
+    """Check that one of a text and tasks is asked for.
+
+    Raises:
+        UsageError: both are, or neither, or an option of one without it.
+    """
+    from mla_convert.errors import UsageError
+
+    if (text is None) == (not tasks):
+        raise UsageError("evaluate measures on a text or on tasks", "give --text or --tasks, one of them")
+    if text is None and record:
+        raise UsageError("--record writes down a perplexity", "leave it out with --tasks")
+    if text is not None and any(option is not None for option in task_options.values()):
+        raise UsageError(
+            "--include-path, --limit and --fewshot are for --tasks", "leave them out; --max-tokens limits a text"
         )
 
 
