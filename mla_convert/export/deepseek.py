@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,28 +55,29 @@ def check_deepseek(
     if rope_type == "longrope" and parameters["short_factor"] != parameters["long_factor"]:
         raise FormatError("longrope factors that change with the length are not one set of frequencies", _NATIVE)
 
-    notes = ["All layers share the class's RoPE frequencies: slots are not chosen per layer."]
+    slots = "All layers share the class's RoPE frequencies: slots are not chosen per layer."
+    return slots, *_notes(spec, rope_type, dtype, engine_eps=engine_eps)
+
+
+def _notes(spec: SourceSpec, rope_type: str, dtype: torch.dtype, *, engine_eps: bool) -> Iterator[str]:
     if rope_type not in ("default", "yarn"):
-        notes.append(
+        yield (
             f"RoPE of type {rope_type} is for transformers (and engines that run its classes): vLLM's own DeepSeek "
             "class and llama.cpp read it wrongly without a word."
         )
     if spec.rms_norm_eps != LATENT_EPS:
-        notes.append(_eps_note(spec, dtype, engine_eps=engine_eps))
+        yield eps_note(spec, dtype, engine_eps=engine_eps)
     if spec.query_bias or spec.key_bias or spec.value_bias or spec.output_bias:
-        notes.append(
-            "Biases are exact in transformers (attention_bias); other engines skip or misread them without a word."
-        )
+        yield "Biases are exact in transformers (attention_bias); other engines skip or misread them without a word."
     if spec.query_bias:
-        notes.append("The query bias is carried by a query latent of rank D + 1: D·(D + 1) more weights a layer.")
+        yield "The query bias is carried by a query latent of rank D + 1: D·(D + 1) more weights a layer."
     if _positions(spec) < spec.max_position_embeddings:
-        notes.append(
+        yield (
             f"The class has no sliding window: max_position_embeddings is the source's window, {_positions(spec)}, "
             f"instead of {spec.max_position_embeddings}; beyond it the two differ."
         )
     if spec.hidden_act != "silu":
-        notes.append(f"hidden_act {spec.hidden_act} is right in transformers; vLLM refuses it, llama.cpp uses silu.")
-    return tuple(notes)
+        yield f"hidden_act {spec.hidden_act} is right in transformers; vLLM refuses it, llama.cpp uses silu."
 
 
 def write_deepseek(
@@ -239,7 +240,8 @@ def _copied_tensor(source: Carrier, layer: int | None, target: str) -> torch.Ten
     return next(source.tensor(name) for name, copied in source.copied(layer) if copied == target)
 
 
-def _eps_note(spec: SourceSpec, dtype: torch.dtype, *, engine_eps: bool) -> str:
+def eps_note(spec: SourceSpec, dtype: torch.dtype, *, engine_eps: bool = True) -> str:
+    """What :func:`write_deepseek` does about an rms_norm_eps other than 1e-6."""
     if not engine_eps:
         return (
             f"rms_norm_eps is the source's {spec.rms_norm_eps:g}: right in transformers only, since other engines use "

@@ -37,7 +37,8 @@ class DeepseekMLAConfig(DeepseekV3Config):
 
     def __post_init__(self, **kwargs):
         self.first_k_dense_replace = self.num_hidden_layers
-        self.rope_parameters = {"rope_type": ROPE_TYPE, "rope_theta": 10000.0}
+        # DeepSeek's attention in transformers 5.17 reads the factor of any type but the default one.
+        self.rope_parameters = {"rope_type": ROPE_TYPE, "rope_theta": 10000.0, "factor": 1.0}
         slots = self.qk_rope_head_dim // 2
         if self.rope_inv_freq is None:
             row = [10000.0 ** (-slot / slots) for slot in range(slots)]
