@@ -11,17 +11,13 @@ from pathlib import Path
 
 import torch
 
-from mla_convert.errors import VerificationError
+from mla_convert.errors import SourceError, VerificationError
 from mla_convert.export.verify import llamacpp_script
 from mla_convert.export.verify.answers import Answers, Probe
 
 PACKAGE = "xllamacpp"
 
 _REMEDY = "file an issue with the conversion.json of the folder"
-
-# More numbers than this take minutes to pass on: then only the prompt's own tokens are asked for.
-_WHOLE = 1 << 23
-_FIRST = 64
 
 # Where a probability underflows, llama.cpp gives the lowest float32 for its logarithm; exp(-104) is none in float32.
 _LOWEST = -104.0
@@ -41,7 +37,8 @@ def version(python: Path | None = None) -> str | None:
 def answer(folder: Path, probe: Probe, *, python: Path | None = None) -> Answers:
     """Return what llama.cpp makes of the GGUF file in `folder`, with its cache in float32.
 
-    Distributions are whole where they are not too many numbers; what has probability below exp(-104) counts as that.
+    llama.cpp sums probabilities in float32, most probable first, and so loses up to 1e-3 of a long tail: its
+    distributions are normalised again. What has probability below exp(-104) counts as that.
 
     Raises:
         VerificationError: there is not one GGUF file, it does not load, or it is not answered.
@@ -57,8 +54,6 @@ def answer(folder: Path, probe: Probe, *, python: Path | None = None) -> Answers
             "new_tokens": probe.new_tokens,
             "vocabulary": vocabulary,
             "letter": letter,
-            "whole": positions * vocabulary <= _WHOLE,
-            "first": min(_FIRST, vocabulary),
             "threads": torch.get_num_threads(),
             "distributions": str(distributions),
         }
@@ -67,13 +62,11 @@ def answer(folder: Path, probe: Probe, *, python: Path | None = None) -> Answers
         run = _run([*_interpreter(python), "-c", script, str(question), str(reply)], folder=exchange)
         if run.returncode != 0 or not reply.is_file():
             raise VerificationError(f"llama.cpp does not run {file}: {_last_words(run)}", _REMEDY)
-        answers = json.loads(reply.read_text(encoding="utf-8"))
-        whole = None
-        if asked["whole"]:
-            numbers = torch.frombuffer(bytearray(distributions.read_bytes()), dtype=torch.float32)
-            whole = numbers.view(positions, vocabulary).double().clamp_min(_LOWEST)
-        logprobs = torch.tensor(answers["logprobs"], dtype=torch.float64).clamp_min(_LOWEST)
-        return Answers(logprobs, tuple(answers["continuation"]), whole)
+        continuation = json.loads(reply.read_text(encoding="utf-8"))["continuation"]
+        numbers = torch.frombuffer(bytearray(distributions.read_bytes()), dtype=torch.float32)
+    whole = numbers.view(positions, vocabulary).double().clamp_min(_LOWEST).log_softmax(-1)
+    given = whole.gather(1, torch.tensor(probe.prompt[1:])[:, None])[:, 0]
+    return Answers(given, tuple(continuation), whole)
 
 
 def gguf_file(folder: Path) -> Path:
@@ -94,7 +87,10 @@ def _vocabulary(file: Path) -> tuple[int, int]:
     """How many tokens there are, and one that is a letter."""
     from mla_convert.sources.gguf_reader import open_reader
 
-    tokens = open_reader(file).get_field("tokenizer.ggml.tokens")
+    try:
+        tokens = open_reader(file).get_field("tokenizer.ggml.tokens")
+    except SourceError as error:
+        raise VerificationError(error.message, _REMEDY) from error
     texts = [] if tokens is None else tokens.contents()
     letter = next((row for row, text in enumerate(texts) if text.isascii() and text.isalpha()), None)
     if letter is None:
@@ -113,7 +109,7 @@ def _run(command: list[str], folder: str | None = None) -> subprocess.CompletedP
 
 
 def _last_words(run: subprocess.CompletedProcess[str]) -> str:
-    """What it said last that is an error: llama.cpp's own lines before Python's."""
+    """Its errors: llama.cpp logs the cause first, as ``TIME E cause``; an assertion that fails has a line of its own."""
     lines = [line.strip() for line in run.stderr.splitlines() if line.strip()]
-    errors = [line for line in lines if "error" in line.lower() or "failed" in line.lower()]
-    return "; ".join((errors or lines or [f"exit status {run.returncode}"])[-3:])
+    errors = [line.partition(" E ")[2] or line for line in lines if " E " in line or "GGML_ASSERT" in line]
+    return "; ".join(errors[:2] or lines[-1:] or [f"exit status {run.returncode}"])

@@ -1,7 +1,7 @@
 """What an interpreter with llama.cpp runs to answer a probe: llamacpp_engine.py hands it this text.
 
 It imports nothing of ours. Reads the question from the JSON file that it is given, and writes its answers into another;
-whole distributions go into a file of float32 numbers beside it, token by token.
+the distributions go into a file of float32 numbers, token by token.
 """
 
 import array
@@ -14,23 +14,17 @@ from typing import Any
 def main(question: Path, reply: Path) -> None:
     asked = json.loads(question.read_text(encoding="utf-8"))
     prompt, vocabulary = asked["prompt"], asked["vocabulary"]
-    server = serve(asked)
-    letter = asked["letter"]
-    logprobs: list[float] = []
+    server, letter = serve(asked), asked["letter"]
     with Path(asked["distributions"]).open("wb") as file:
         for end in range(1, len(prompt)):
-            found = following(server, prompt[:end], vocabulary if asked["whole"] else asked["first"], letter)
-            if prompt[end] not in found:
-                found = following(server, prompt[:end], vocabulary, letter)
-            logprobs.append(found[prompt[end]])
-            if asked["whole"]:
-                array.array("f", [found[token] for token in range(vocabulary)]).tofile(file)
+            found = following(server, prompt[:end], vocabulary, letter)
+            array.array("f", [found[token] for token in range(vocabulary)]).tofile(file)
     # Written token by token, since a request of several would end with the text. The prompt is read anew, as one batch.
     continuation: list[int] = []
     for step in range(asked["new_tokens"]):
         found = following(server, prompt + continuation, 1, letter, reuse=step > 0)
         continuation.append(max(found, key=lambda token: found[token]))
-    reply.write_text(json.dumps({"logprobs": logprobs, "continuation": continuation}), encoding="utf-8")
+    reply.write_text(json.dumps({"continuation": continuation}), encoding="utf-8")
 
 
 def serve(asked: dict[str, Any]) -> Any:
@@ -45,7 +39,7 @@ def serve(asked: dict[str, Any]) -> Any:
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.fit_params = params.warmup = params.ctx_shift = False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = asked["threads"]
-    params.verbosity = 1  # errors
+    params.verbosity = 3  # at less, llama.cpp does not say why it refuses a file
     return xllamacpp.Server(params)
 
 
