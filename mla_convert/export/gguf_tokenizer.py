@@ -206,12 +206,14 @@ def _spaces(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
         return bool(prepended), ()
     if not normalizers and len(splits) == 1 and splits[0]["type"] == "Metaspace" and not splits[0].get("split", True):
         scheme = splits[0].get("prepend_scheme", "always")
+        if scheme == "never":
+            return False, ()
+        notes = ["llama.cpp puts a space before text that begins with one, too; the tokenizer does not."]
         if scheme == "first":
-            note = (
-                "llama.cpp puts a space before text that follows a special token, the tokenizer only before the first."
+            notes.append(
+                "llama.cpp puts a space before text after a special token; the tokenizer only before the first."
             )
-            return True, (note,)
-        return scheme == "always", ()
+        return True, tuple(notes)
     raise FormatError(
         "llama.cpp does not treat spaces as this tokenizer: "
         f"{_shown(state['normalizer'])}, {_shown(state['pre_tokenizer'])}",
