@@ -16,8 +16,8 @@ from mla_convert.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "cli.md"
-DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile")
-COMMANDS = ("inspect", "convert", "heal", "evaluate", "absorb", "generate")
+DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *sorted((ROOT / "docs").glob("*.md")))
+COMMANDS = tuple(command.callback.__name__ for command in app.registered_commands if command.callback is not None)
 
 INTRODUCTION = """\
 # The command line

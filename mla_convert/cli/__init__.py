@@ -17,9 +17,12 @@ import typer
 from mla_convert.cli.absorb import absorb
 from mla_convert.cli.convert import convert
 from mla_convert.cli.evaluate import evaluate
+from mla_convert.cli.export import export
 from mla_convert.cli.generate import generate
 from mla_convert.cli.heal import heal
 from mla_convert.cli.inspect import inspect
+from mla_convert.cli.serve import serve
+from mla_convert.cli.verify import verify
 from mla_convert.errors import MLAConvertError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -71,7 +74,7 @@ def _start(
         typer.echo(context.get_help())
 
 
-for _command in (inspect, convert, heal, evaluate, absorb, generate):
+for _command in (inspect, convert, heal, evaluate, absorb, export, verify, serve, generate):
     app.command()(_command)
 
 

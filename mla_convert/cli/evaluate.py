@@ -85,7 +85,7 @@ def evaluate(
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Measure perplexity and cache bytes a token on a text, or the figures of benchmark tasks.
+    """Measure perplexity and cache bytes a token, or the figures of benchmark tasks.
 
     With --against also the KL divergence and the top-1 agreement between the two, on the same tokens;
     --revision and --token then go to both.

@@ -1,0 +1,148 @@
+"""``mla-convert export``: plan, write, ask the engine, and only then let the folder appear."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+from mla_convert.calibrate.text import BUILTIN_TEXT, read_text
+from mla_convert.card import CARD_NAME, model_card
+from mla_convert.errors import FormatError, OutputError, VerificationError
+from mla_convert.export.converted import ConvertedModel
+from mla_convert.export.folder import staged_folder
+from mla_convert.export.targets.registry import TARGETS, target_named
+from mla_convert.export.targets.target import ExportOptions, ExportPlan
+from mla_convert.export.verify.checking import Reference, Verdict, check, save_reference
+from mla_convert.export.verify.engines import engine_named
+from mla_convert.export.verify.reference import make_probe, reference_answers
+from mla_convert.progress import Progress, silent
+from mla_convert.record import RECORD_NAME, json_safe
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What :func:`export_model` did.
+
+    Attributes:
+        plan: what was written.
+        verdict: what the engine made of it; None where nothing was asked.
+    """
+
+    plan: ExportPlan
+    verdict: Verdict | None
+
+
+def plan_exports(model: ConvertedModel, options: ExportOptions, target: str | None = None) -> tuple[ExportPlan, ...]:
+    """Return what each target, or the one named, would write; no weight is read.
+
+    Raises:
+        UsageError: there is no such target.
+    """
+    targets = TARGETS.values() if target is None else (target_named(target),)
+    return tuple(one.plan(model, options) for one in targets)
+
+
+def export_model(
+    model: ConvertedModel,
+    out: Path,
+    target: str,
+    options: ExportOptions,
+    *,
+    verify: bool = True,
+    python: Path | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write ``model`` for a target into ``out``, which appears whole and verified or not at all.
+
+    Args:
+        verify: have an engine load the folder and answer as the model does: the target's own where it is installed,
+            else transformers where it can load the form. Without it nothing is asked, and the record says so.
+        python: the interpreter of the environment in which the target's engine is installed; None for this one.
+
+    Raises:
+        FormatError: the target cannot hold the model, with the reasons.
+        VerificationError: the engine answers otherwise. What was written is kept as ``out`` with ``.rejected`` added.
+        OutputError: ``out`` exists, or cannot be written.
+        UsageError: there is no such target.
+    """
+    report = progress or silent
+    chosen = target_named(target)
+    plan = chosen.plan(model, options)
+    if plan.form is None:
+        raise FormatError(
+            f"--target {target} cannot hold this model: {' '.join(plan.reasons)}",
+            "another --target; `mla-convert export MODEL --dry-run` shows what each would write",
+        )
+    with staged_folder(out, overwrite) as folder:
+        chosen.write(model, plan, options, folder, report)
+        verdict = None
+        if verify:
+            report("verification", 0, 1)
+            reference = _reference(model, plan)
+            save_reference(folder, reference)
+            verdict = _ask(folder, plan, reference, python)
+            report("verification", 1, 1)
+        _write_record(model, folder, plan, verdict)
+        if verdict is not None and not verdict.passed:
+            kept = _keep_rejected(folder, out)
+            raise VerificationError(
+                f"the export does not answer as the model does. {verdict.sentence()}",
+                f"file an issue with the conversion.json of {kept}, where what was written is kept; {out} was not made",
+            )
+    return Exported(plan, verdict)
+
+
+def _reference(model: ConvertedModel, plan: ExportPlan) -> Reference:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(model.folder))
+    probe = make_probe(tokenizer, read_text(BUILTIN_TEXT).text, positions=model.config.max_position_embeddings)
+    answers, tolerance = reference_answers(model.folder, probe, plan.dtype)
+    return Reference(probe, answers, tolerance, plan.dtype)
+
+
+def _ask(folder: Path, plan: ExportPlan, reference: Reference, python: Path | None) -> Verdict | None:
+    """Ask the plan's engine, or where it is not installed transformers, which loads every form but GGUF."""
+    engine = plan.engine
+    if engine is not None and (python is not None or engine_named(engine).version(None) is not None):
+        return check(folder, reference, engine, python)
+    if plan.form != "gguf":
+        log.warning("%s is not installed: the folder is verified in transformers instead", engine or plan.target)
+        return check(folder, reference, "transformers")
+    log.warning("%s is not installed: nothing has verified what was written", engine)
+    return None
+
+
+def _write_record(model: ConvertedModel, folder: Path, plan: ExportPlan, verdict: Verdict | None) -> None:
+    """Write the model's conversion.json with an ``export`` section, and the card made from it."""
+    try:
+        record: dict[str, Any] = json.loads((model.folder / RECORD_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OutputError(
+            f"{model.folder / RECORD_NAME} cannot be read: {error}", "export a folder that convert or heal wrote"
+        ) from error
+    record["export"] = export_section(plan, verdict)
+    (folder / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (folder / CARD_NAME).write_text(model_card(record), encoding="utf-8")
+
+
+def export_section(plan: ExportPlan, verdict: Verdict | None) -> Mapping[str, Any]:
+    """Return what conversion.json says of an export."""
+    checked = None if verdict is None else asdict(verdict)
+    return json_safe({**asdict(plan), "verification": checked})
+
+
+def _keep_rejected(folder: Path, out: Path) -> Path:
+    """Move what was written to ``out`` with ``.rejected`` added, and a number where that name is taken."""
+    names = (f"{out.name}.rejected{number}" for number in chain([""], (f"-{i}" for i in count(2))))
+    kept = next(out.with_name(name) for name in names if not out.with_name(name).exists())
+    folder.rename(kept)
+    return kept

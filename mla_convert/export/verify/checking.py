@@ -1,0 +1,112 @@
+"""Ask an engine what an export says it answers, and judge."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from mla_convert.errors import SourceError, VerificationError
+from mla_convert.export.verify.answers import Answers, Difference, Probe, compare_answers
+from mla_convert.export.verify.engines import engine_named, installed_version
+from mla_convert.export.verify.reference import passes, probe_tensors
+
+log = logging.getLogger(__name__)
+
+PROBE_FILE = "verification.safetensors"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What an export has to answer.
+
+    Attributes:
+        probe: what is asked.
+        answers: the converted model's, in float32.
+        tolerance: see :func:`~mla_convert.export.verify.reference.reference_answers`.
+        stored_as: the dtype of the export's weights.
+    """
+
+    probe: Probe
+    answers: Answers
+    tolerance: float
+    stored_as: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one engine made of an export.
+
+    Attributes:
+        engine, version: who was asked.
+        difference: from the reference.
+        tolerance: what was allowed.
+        passed: whether the answers are the converted model's.
+    """
+
+    engine: str
+    version: str
+    difference: Difference
+    tolerance: float
+    passed: bool
+
+    def sentence(self) -> str:
+        """The verdict for a reader."""
+        d = self.difference
+        figures = (
+            f"|Δ log p| {d.mean_logprob_difference:.2g} on average and {d.max_logprob_difference:.2g} at most over the "
+            f"probe (allowed {self.tolerance:.2g}), {d.agreed} of {d.continuation} greedy tokens alike"
+        )
+        return f"{self.engine} {self.version}: {'passed' if self.passed else 'FAILED'}: {figures}"
+
+
+def check(folder: Path, reference: Reference, engine: str, python: Path | None = None) -> Verdict:
+    """Have an engine load ``folder``, and return how its answers compare with the reference.
+
+    Raises:
+        VerificationError: the engine is not installed, or does not load the folder.
+        UsageError: there is no such engine.
+    """
+    found = installed_version(engine, python)
+    log.info("asking %s %s", engine, found)
+    difference = compare_answers(engine_named(engine).answer(folder, reference.probe, python=python), reference.answers)
+    passed = passes(difference, reference.tolerance, reference.stored_as)
+    return Verdict(engine, found, difference, reference.tolerance, passed)
+
+
+def save_reference(folder: Path, reference: Reference) -> None:
+    """Write the reference beside an export, so that any engine can be asked later, wherever the folder is by then."""
+    metadata = {
+        "format": "pt",
+        "tolerance": json.dumps(reference.tolerance),
+        "new_tokens": str(reference.probe.new_tokens),
+        "stored_as": reference.stored_as,
+    }
+    save_file(probe_tensors(reference.probe, reference.answers), folder / PROBE_FILE, metadata=metadata)
+
+
+def load_reference(folder: Path) -> Reference:
+    """Read what :func:`save_reference` wrote.
+
+    Raises:
+        SourceError: the folder has none.
+        VerificationError: it is damaged.
+    """
+    file = folder / PROBE_FILE
+    if not file.is_file():
+        raise SourceError(f"{folder} has no {PROBE_FILE}", "name a folder that `mla-convert export` wrote")
+    try:
+        with safe_open(file, framework="pt") as stored:
+            metadata = stored.metadata() or {}
+            prompt, logprobs, continuation = (
+                stored.get_tensor(name) for name in ("prompt", "logprobs", "continuation")
+            )
+        probe = Probe(tuple(prompt.tolist()), int(metadata["new_tokens"]))
+        answers = Answers(logprobs, tuple(continuation.tolist()))
+        return Reference(probe, answers, float(metadata["tolerance"]), metadata["stored_as"])
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise VerificationError(f"{file} is damaged: {error}", "export the model again") from error
