@@ -101,6 +101,10 @@ class DeepseekMLAPreTrainedModel(DeepseekV3PreTrainedModel):
     _keys_to_ignore_on_load_unexpected = None
     _keep_in_fp32_modules_strict = None
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return False  # transformers remembers its answer on DeepSeek's classes, from which it would be inherited
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

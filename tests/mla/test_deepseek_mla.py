@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from mla_convert.mla import DeepseekMLAConfig, DeepseekMLAForCausalLM
@@ -126,6 +126,12 @@ def test_vllms_transformers_backend_finds_the_attention_it_knows() -> None:
     assert attention.kv_a_proj_with_mqa.out_features == SIZES["kv_lora_rank"] + SIZES["qk_rope_head_dim"]
     assert attention.scaling == SIZES["attention_scale"]
     assert attention.q_proj.bias is not None
+
+
+def test_it_loads_after_the_stock_class_in_one_process(tmp_path: Path) -> None:
+    """transformers notes on a class that its experts can be chosen; ours inherits from that class and has none."""
+    DeepseekV3ForCausalLM(DeepseekV3Config(**{**_config(), "first_k_dense_replace": LAYERS, "q_lora_rank": None}))
+    assert exported(native(), tmp_path)(tokens()).logits.isfinite().all()
 
 
 def test_importing_the_package_registers_it(tmp_path: Path) -> None:
