@@ -99,6 +99,7 @@ def test_layers_of_different_sizes_answer_as_the_native_model(tmp_path: Path, si
     plan, folder = export(model, tmp_path / "out", **sizes)
     assert (plan.kv_rank, plan.rope_dim) == ((40, 20) if sizes else (24, 16))
     assert plan.cache_bytes == 2 * 2 * (plan.kv_rank + plan.rope_dim)
+    assert f"caches {plan.kv_rank + plan.rope_dim} numbers a token, where this model's layers need 29" in plan.notes[-1]
     assert difference(folder, reload_logits(model.folder, prompt())[0]).max_logprob_difference <= ROUNDING
 
 

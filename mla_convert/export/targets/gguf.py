@@ -74,7 +74,7 @@ class GGUFTarget:
             kv_rank=rank,
             rope_dim=rope_dim,
             cache_bytes=model.spec.num_layers * (rank + rope_dim) * _CACHE_NUMBER,
-            notes=notes,
+            notes=notes + _padding_note(model, rank + rope_dim),
             engine="llamacpp",
         )
 
@@ -124,6 +124,17 @@ def _notes(model: ConvertedModel) -> tuple[str, ...]:
     note = (
         f"llama.cpp's {ARCHITECTURE} has no sliding window: the file states the window, {context}, as its context "
         f"instead of {model.config.max_position_embeddings}; beyond it the two differ."
+    )
+    return (note,)
+
+
+def _padding_note(model: ConvertedModel, cached: int) -> tuple[str, ...]:
+    mean = sum(shape.cached for shape in model.shapes) / len(model.shapes)
+    if mean == cached:
+        return ()
+    note = (
+        f"llama.cpp's {ARCHITECTURE} has one C, one R and one set of frequencies for all layers: each caches {cached} "
+        f"numbers a token, where this model's layers need {mean:.4g} on average."
     )
     return (note,)
 

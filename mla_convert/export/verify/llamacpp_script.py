@@ -6,6 +6,7 @@ the distributions go into a file of float32 numbers, token by token.
 
 import array
 import json
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ def serve(asked: dict[str, Any]) -> Any:
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.fit_params = params.warmup = params.ctx_shift = False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = asked["threads"]
+    params.n_gpu_layers, params.no_op_offload = 0, True
+    params.api_keys = [secrets.token_hex()]  # it listens on a local port as well
     params.verbosity = 3  # at less, llama.cpp does not say why it refuses a file
     return xllamacpp.Server(params)
 
