@@ -89,7 +89,7 @@ def gguf_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> GGUFT
     state = json.loads(backend.to_str())
     if (kind := state["model"].get("type")) != "BPE":
         raise FormatError(f"a tokenizer of type {kind} has no counterpart in llama.cpp that is known here", _REMEDY)
-    if len(backend.get_vocab()) > vocab_size:
+    if max(backend.get_vocab().values()) >= vocab_size:
         raise FormatError(f"the tokenizer has more tokens than the embedding has rows, {vocab_size}", _REMEDY)
     tokens, kinds = _tokens(state, vocab_size)
     ids = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "unk", "pad")}

@@ -49,7 +49,8 @@ def fit_progression(layers: Sequence[Sequence[float]], dim: int | None = None) -
         FormatError: a layer has several slots at one frequency, the frequencies follow no progression that starts at 1,
             or it needs more than `dim`.
     """
-    steps = _steps([-math.log(frequency) for slots in layers for frequency in slots])
+    needed = [frequency for slots in layers for frequency in slots]
+    steps = _steps([-math.log(frequency) for frequency in needed]) if all(f > 0 for f in needed) else None
     if steps is None:
         raise FormatError(
             "the frequencies of the RoPE slots are not powers of one number, as an engine that knows only a RoPE base "

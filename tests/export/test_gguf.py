@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,15 @@ def test_layers_of_different_sizes_answer_as_the_native_model(tmp_path: Path, si
     assert plan.cache_bytes == 2 * 2 * (plan.kv_rank + plan.rope_dim)
     assert f"caches {plan.kv_rank + plan.rope_dim} numbers a token, where this model's layers need 29" in plan.notes[-1]
     assert difference(folder, reload_logits(model.folder, prompt())[0]).max_logprob_difference <= ROUNDING
+
+
+@needs_llamacpp
+def test_the_scale_of_scores_and_of_rotations_is_folded_in(tmp_path: Path) -> None:
+    config = uneven(tmp_path).folder / "config.json"
+    scales = {"attention_scale": 0.4, "rope_attention_scaling": 1.3}
+    config.write_text(json.dumps(json.loads(config.read_text()) | scales))
+    _, folder = export(open_converted(config.parent), tmp_path / "out")
+    assert difference(folder, reload_logits(config.parent, prompt())[0]).max_logprob_difference <= ROUNDING
 
 
 @needs_llamacpp

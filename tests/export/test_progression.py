@@ -53,7 +53,7 @@ def test_two_slots_at_one_frequency_are_refused() -> None:
         fit_progression([every, [every[0], every[2], every[2]]])
 
 
-@pytest.mark.parametrize("slots", [[0.5, 0.3, 0.2111], [1.5], [1.0, 1e-3, 7.1e-4, 3.3e-5]])
+@pytest.mark.parametrize("slots", [[0.5, 0.3, 0.2111], [1.5], [1.0, 1e-3, 7.1e-4, 3.3e-5], [1.0, 0.0]])
 def test_frequencies_of_no_progression_are_refused(slots: list[float]) -> None:
     with pytest.raises(FormatError, match="not powers of one number"):
         fit_progression([slots])
