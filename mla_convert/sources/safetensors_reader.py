@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 from mla_convert.errors import SourceError
@@ -66,12 +66,17 @@ class SafetensorsCheckpoint:
                 f"tensor '{name}' in '{entry.path.name}' is stored as {entry.stored}",
                 "use an unquantised checkpoint (float32, bfloat16 or float16)",
             )
-        # Opened anew each time and copied: a cached handle keeps every page it has touched in the process.
+        # Read, not mapped: of a mapped file the pages that are copied from would count as this process's memory too.
         try:
-            with safe_open(entry.path, framework="pt", device="cpu") as file:
-                return file.get_tensor(name).clone()
-        except (SafetensorError, OSError) as error:
+            tensor = torch.empty(entry.shape, dtype=getattr(torch, _DTYPES[entry.stored]))
+            with entry.path.open("rb") as file:
+                file.seek(entry.start)
+                found = file.readinto(memoryview(tensor.flatten().view(torch.uint8).numpy()))
+        except OSError as error:
             raise SourceError(f"cannot read '{name}' from '{entry.path}': {error}", _FETCH_AGAIN) from error
+        if found != entry.length:
+            raise SourceError(f"cannot read '{name}' from '{entry.path}': it ends too early", _FETCH_AGAIN)
+        return tensor
 
     def equal_bytes(self, one: str, other: str) -> bool:
         first, second = self._entries[one], self._entries[other]

@@ -123,7 +123,7 @@ class AdapterConformance:
         def refuse(*args: object, **options: object) -> None:
             raise AssertionError("weights were read")
 
-        monkeypatch.setattr(reader, "safe_open", refuse)
+        monkeypatch.setattr(reader.SafetensorsCheckpoint, "read", refuse)
         source = open_source(str(case.folder))
         source.account()
         with pytest.raises(AssertionError, match="weights were read"):

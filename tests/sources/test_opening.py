@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from mla_convert.errors import SourceError, UnsupportedArchitectureError
 from mla_convert.sources import Source, open_source
+from mla_convert.sources.safetensors_reader import read_header
 from tests.tiny import save_source, save_tensors, tiny_llama, tiny_qwen2
 
 
@@ -231,3 +232,12 @@ def test_a_source_without_tokenizer_still_opens(folder: Path) -> None:
 def _edit_config(folder: Path, **fields: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_a_file_that_shrinks_after_it_was_opened_is_found_when_it_is_read(folder: Path) -> None:
+    source = open_source(str(folder))
+    file = folder / "model.safetensors"
+    last = max(read_header(file).items(), key=lambda entry: entry[1].start)[0]
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(SourceError, match="ends too early"):
+        source.tensor(last)
