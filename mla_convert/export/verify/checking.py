@@ -7,17 +7,17 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch
 
 from mla_convert.errors import SourceError, VerificationError
 from mla_convert.export.verify.answers import Answers, Difference, Probe, compare_answers
 from mla_convert.export.verify.engines import engine_named, installed_version
-from mla_convert.export.verify.reference import passes, probe_tensors
+from mla_convert.export.verify.reference import passes
 
 log = logging.getLogger(__name__)
 
-PROBE_FILE = "verification.safetensors"
+# Not safetensors: vLLM loads every file of that kind in a folder as weights.
+PROBE_FILE = "verification.json"
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,15 @@ def check(folder: Path, reference: Reference, engine: str, python: Path | None =
 
 def save_reference(folder: Path, reference: Reference) -> None:
     """Write the reference beside an export, so that any engine can be asked later, wherever the folder is by then."""
-    metadata = {
-        "format": "pt",
-        "tolerance": json.dumps(reference.tolerance),
-        "new_tokens": str(reference.probe.new_tokens),
+    fields = {
+        "prompt": list(reference.probe.prompt),
+        "new_tokens": reference.probe.new_tokens,
+        "logprobs": reference.answers.logprobs.tolist(),
+        "continuation": list(reference.answers.continuation),
+        "tolerance": reference.tolerance,
         "stored_as": reference.stored_as,
     }
-    save_file(probe_tensors(reference.probe, reference.answers), folder / PROBE_FILE, metadata=metadata)
+    (folder / PROBE_FILE).write_text(json.dumps(fields) + "\n", encoding="utf-8")
 
 
 def load_reference(folder: Path) -> Reference:
@@ -100,13 +102,9 @@ def load_reference(folder: Path) -> Reference:
     if not file.is_file():
         raise SourceError(f"{folder} has no {PROBE_FILE}", "name a folder that `mla-convert export` wrote")
     try:
-        with safe_open(file, framework="pt") as stored:
-            metadata = stored.metadata() or {}
-            prompt, logprobs, continuation = (
-                stored.get_tensor(name) for name in ("prompt", "logprobs", "continuation")
-            )
-        probe = Probe(tuple(prompt.tolist()), int(metadata["new_tokens"]))
-        answers = Answers(logprobs, tuple(continuation.tolist()))
-        return Reference(probe, answers, float(metadata["tolerance"]), metadata["stored_as"])
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        probe = Probe(tuple(fields["prompt"]), fields["new_tokens"])
+        answers = Answers(torch.tensor(fields["logprobs"], dtype=torch.float64), tuple(fields["continuation"]))
+        return Reference(probe, answers, fields["tolerance"], fields["stored_as"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise VerificationError(f"{file} is damaged: {error}", "export the model again") from error

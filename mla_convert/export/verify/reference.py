@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
@@ -88,15 +88,6 @@ def rounded(weight: Float[Tensor, "rows columns"], stored_as: str) -> Float[Tens
     blocks = nn.functional.pad(weight, (0, -columns % _Q8_BLOCK)).unflatten(-1, (-1, _Q8_BLOCK))
     step = blocks.abs().amax(dim=-1, keepdim=True).half().float().clamp_min(1e-12) / 127
     return ((blocks / step).round() * step).flatten(-2)[..., :columns]
-
-
-def probe_tensors(probe: Probe, answers: Answers) -> dict[str, Int[Tensor, "..."] | Float[Tensor, "..."]]:
-    """Return what an export keeps of its reference, for later verification in another engine."""
-    return {
-        "prompt": torch.tensor(probe.prompt, dtype=torch.int64),
-        "logprobs": answers.logprobs.to(torch.float64),
-        "continuation": torch.tensor(answers.continuation, dtype=torch.int64),
-    }
 
 
 def _load(folder: Path) -> Any:

