@@ -69,9 +69,10 @@ class SafetensorsCheckpoint:
         # Read, not mapped: of a mapped file the pages that are copied from would count as this process's memory too.
         try:
             tensor = torch.empty(entry.shape, dtype=getattr(torch, _DTYPES[entry.stored]))
+            memory: Any = tensor.flatten().view(torch.uint8).numpy()
             with entry.path.open("rb") as file:
                 file.seek(entry.start)
-                found = file.readinto(memoryview(tensor.flatten().view(torch.uint8).numpy()))
+                found = file.readinto(memory)
         except OSError as error:
             raise SourceError(f"cannot read '{name}' from '{entry.path}': {error}", _FETCH_AGAIN) from error
         if found != entry.length:
