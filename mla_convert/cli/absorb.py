@@ -38,7 +38,9 @@ def absorb(
                 "layers": summary.layers,
                 "bytes": summary.nbytes,
                 "weights_digest": summary.digest,
+                "largest_error": summary.error,
             }
         )
         kept = "W_UV and W_O merged" if summary.merged else "W_UV kept apart from W_O"
         out.line(f"wrote {summary.file}: {summary.layers} layers, {kept}, {summary.nbytes:,} bytes")
+        out.line(f"read back and compared with the weights: off by {summary.error:.2g} at most")

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from mla_convert.errors import FormatError, OutputError, SourceError, VerificationError
-from mla_convert.maths.absorb import AbsorbedMatrices, Merge, absorb_layer, merging_is_smaller
+from mla_convert.maths.absorb import AbsorbedMatrices, Merge, absorb_layer, merging_is_smaller, project_latents
 from mla_convert.progress import Progress, silent
 
 ABSORBED_FILE = "absorbed.safetensors"
@@ -40,6 +41,8 @@ class AbsorbedSummary:
         layers: how many layers it holds.
         nbytes: bytes of all its matrices.
         digest: SHA-256 of the kv_b_proj and o_proj weights that it was made from.
+        error: the largest difference between what a layer's matrices, read back, and its weights make of random queries
+            and latents, as a share of the largest number that the weights make.
     """
 
     file: Path
@@ -47,14 +50,17 @@ class AbsorbedSummary:
     layers: int
     nbytes: int
     digest: str
+    error: float
 
 
 def save_absorbed(folder: Path, merge: Merge = "auto", progress: Progress | None = None) -> AbsorbedSummary:
     """Write ``absorbed.safetensors`` into a converted native folder, whole or not at all, and say what it holds.
 
-    The weights are read layer by layer: beside the matrices to be written, one layer is in memory at a time.
+    The weights are read layer by layer: beside the matrices to be written, one layer is in memory at a time. What was
+    written is read back and compared with the weights before it takes its name.
 
     Raises:
+        VerificationError: a layer's matrices, read back, do not make of latents what its weights make.
         FormatError: the folder does not hold a model of the native format.
         SourceError: a weight file is missing or damaged.
         OutputError: the file cannot be written.
@@ -88,9 +94,10 @@ def save_absorbed(folder: Path, merge: Merge = "auto", progress: Progress | None
         "source_digest": digest.hexdigest(),
     }
     file = folder / ABSORBED_FILE
-    _write_whole(tensors, metadata, file)
+    sizes = (heads, nope_dim, value_dim)
+    error = _write_whole(tensors, metadata, file, lambda written: _largest_error(written, folder, layers, sizes))
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    return AbsorbedSummary(file, merged, layers, nbytes, digest.hexdigest())
+    return AbsorbedSummary(file, merged, layers, nbytes, digest.hexdigest(), error)
 
 
 def attach_absorbed(model: Any, folder: Path) -> bool:
@@ -190,11 +197,64 @@ def _update(digest: Any, *weights: Tensor) -> None:
         digest.update(weight.contiguous().view(torch.uint8).numpy())
 
 
-def _write_whole(tensors: dict[str, Tensor], metadata: dict[str, str], file: Path) -> None:
+def _largest_error(written: Path, folder: Path, layers: int, sizes: tuple[int, int, int]) -> float:
+    """Return the largest relative error of all layers.
+
+    Raises:
+        VerificationError: one is beyond what rounding to the matrices' dtype explains.
+    """
+    worst = 0.0
+    with safe_open(written, framework="pt") as stored:
+        names = set(stored.keys())
+        for layer in range(layers):
+            matrices = _read_layer(stored.get_tensor, names, layer)
+            error = absorption_error(matrices, *_up_and_output(folder, layer), *sizes)
+            allowed = 8 * torch.finfo(matrices.w_uk.dtype).eps
+            if not error <= allowed:
+                raise VerificationError(
+                    f"the absorbed matrices of layer {layer} are off by {error:.2g}, allowed {allowed:.2g}", _AGAIN
+                )
+            worst = max(worst, error)
+    return worst
+
+
+def absorption_error(
+    matrices: AbsorbedMatrices,
+    kv_b: Float[Tensor, "J C"],
+    o_proj: Float[Tensor, "D I"],
+    heads: int,
+    nope_dim: int,
+    value_dim: int,
+) -> float:
+    """Return how far the absorbed form is from the expanded one on random queries and latents, in float64.
+
+    Scores and outputs are compared, each as a share of the largest that the expanded form gives.
+    """
+    generator = torch.Generator().manual_seed(0)
+    kv_b, o_proj = kv_b.double(), o_proj.double()
+    absorbed = AbsorbedMatrices(**{name: tensor.double() for name, tensor in _named(matrices)})
+    query = torch.randn(8, heads, nope_dim, generator=generator, dtype=torch.float64)
+    latent = torch.randn(8, kv_b.shape[1], generator=generator, dtype=torch.float64)
+    keys, values = (latent @ kv_b.mT).unflatten(-1, (heads, -1)).split([nope_dim, value_dim], dim=-1)
+    shared = latent[:, None].expand(-1, heads, -1)
+    w_o = o_proj.unflatten(1, (heads, value_dim))
+    pairs = (
+        ((query[:, :, None] @ absorbed.w_uk).squeeze(2).mul(shared).sum(-1), (query * keys).sum(-1)),
+        (project_latents(shared[None], absorbed, w_o)[0], values.flatten(1) @ o_proj.mT),
+    )
+    return max(float((mine - theirs).abs().max() / theirs.abs().max().clamp_min(1e-300)) for mine, theirs in pairs)
+
+
+def _write_whole(
+    tensors: dict[str, Tensor], metadata: dict[str, str], file: Path, check: Callable[[Path], float]
+) -> float:
+    """Write the file, have it checked, and only then give it its name; return what the check found."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         save_file(tensors, temporary, metadata=metadata)
+        found = check(temporary)
         temporary.replace(file)
+        return found
     except (OSError, SafetensorError) as error:
         raise OutputError(
             f"cannot write {file}: {error}", "free disk space or check the folder's permissions"

@@ -218,3 +218,27 @@ def test_layers_of_different_ranks(tmp_path, merge):
     assert [layer["w_uk"] for layer in shapes] == [[HEADS, NOPE, rank] for rank in (3, 20, 8)]
     assert attach_absorbed(model, tmp_path)
     torch.testing.assert_close(decode_logits(model, tokens), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("merge", ["never", "always"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_written_is_compared_with_the_weights(tmp_path, merge, dtype):
+    tiny_native().to(dtype).save_pretrained(tmp_path)
+    error = save_absorbed(tmp_path, merge).error
+    # only the merged product is rounded anew
+    assert error <= (4 * torch.finfo(dtype).eps if merge == "always" else 1e-12)
+
+
+@pytest.mark.parametrize("part", ["w_uk", "w_uv_t", "w_comb"])
+def test_matrices_that_answer_otherwise_are_not_kept(folder, monkeypatch, part):
+    right = module.absorb_layer
+
+    def wrong(*weights, merge):
+        matrices = right(*weights, merge=merge)
+        getattr(matrices, part)[0, 0, 0] += 0.01
+        return matrices
+
+    monkeypatch.setattr(module, "absorb_layer", wrong)
+    with pytest.raises(VerificationError, match="layer 0 are off by"):
+        save_absorbed(folder, "always" if part == "w_comb" else "never")
+    assert not list(folder.glob("*absorbed*"))
