@@ -15,7 +15,7 @@ class DeepseekMLAConfig(DeepseekV3Config):
         attention_scale: the factor on the scores before the softmax; None for DeepSeek's (N + R)^-1/2.
         latent_norm_eps: the eps of ``kv_a_layernorm``; far above any latent's mean square it makes the norm a factor.
         query_bias, latent_bias, output_bias, mlp_bias: which projections carry a bias.
-        layer_types, sliding_window: as in transformers; all layers attend fully when ``layer_types`` is None.
+        layer_types, sliding_window: as in transformers; by default all layers attend fully.
     """
 
     model_type = "deepseek_mla"
@@ -51,6 +51,8 @@ class DeepseekMLAConfig(DeepseekV3Config):
             )
         if self.q_lora_rank is not None:
             raise ValueError(f"queries are not compressed: q_lora_rank must be null, got {self.q_lora_rank}")
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
         if self.attention_scale is None:
             self.attention_scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         super().__post_init__(**kwargs)

@@ -29,6 +29,8 @@ from .configuration_deepseek_mla import DeepseekMLAConfig, DeepseekMLAServedConf
 # transformers renamed the cache argument and output field from `past_key_values` to `cache` in 5.2x.
 _CACHE_FIELD = "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"
 
+_MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
 
 class DeepseekMLARotary(nn.Module):
     """Angles of every layer's RoPE slots: inv_freq [layers, R/2], radians a position."""
@@ -151,20 +153,17 @@ class DeepseekMLAModel(DeepseekMLAPreTrainedModel):
             seen = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + seen
 
-        mask_arguments = {
-            "config": self.config,
-            "inputs_embeds": inputs_embeds,
-            "attention_mask": attention_mask,
-            _CACHE_FIELD: cache,
-            "position_ids": position_ids,
-        }
-        kinds = self.config.layer_types or ["full_attention"] * len(self.layers)
-        masks, windows = {}, {}
-        if "full_attention" in kinds:
-            masks["full_attention"], windows["full_attention"] = create_causal_mask(**mask_arguments), {}
-        if "sliding_attention" in kinds:
-            masks["sliding_attention"] = create_sliding_window_causal_mask(**mask_arguments)
-            windows["sliding_attention"] = {"sliding_window": self.config.sliding_window}
+        kinds, masks = self.config.layer_types, attention_mask
+        if not isinstance(masks, dict):  # which generate makes for a static cache
+            mask_arguments = {
+                "config": self.config,
+                "inputs_embeds": inputs_embeds,
+                "attention_mask": attention_mask,
+                _CACHE_FIELD: cache,
+                "position_ids": position_ids,
+            }
+            masks = {kind: _MASKS[kind](**mask_arguments) for kind in dict.fromkeys(kinds)}
+        windows = {"full_attention": {}, "sliding_attention": {"sliding_window": self.config.sliding_window}}
         angles = self.rotary_emb(position_ids, inputs_embeds.dtype)
         hidden_states = inputs_embeds
         for i, layer in enumerate(self.layers):

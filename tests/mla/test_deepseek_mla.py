@@ -72,6 +72,8 @@ def test_generation_with_the_cache_equals_generation_without(tmp_path: Path, var
     expected = model.generate(ids, use_cache=False, **options)
     assert expected.shape[1] == ids.shape[1] + 24
     assert torch.equal(model.generate(ids, **options), expected)
+    static = model.generate(ids, cache_implementation="static", disable_compile=True, **options)
+    assert torch.equal(static, expected)
 
 
 @pytest.mark.parametrize("variant", SOME)
