@@ -16,9 +16,10 @@ from mla_convert.spec import MLAShape
 # The latent norm's largest relative departure from a constant factor. It is squared in a divergence: 1e-9 nats.
 _DEPARTURE = 2.0**-16
 
-# What the attention's input is multiplied by, so that the latent's rows need not be as small as the latent: kernels
-# that compute in float16 (prompts on some GPUs, files of float16 or Q8_0) would lose them.
-_INPUT = 2.0**-6
+# The size (root mean square) of the attention's input as written. The latent's rows need not be as small as the latent
+# then: kernels that compute in float16 (prompts on some GPUs) would lose them. Q8_0 has float16 scales of numbers 127
+# times smaller than its activations, which bounds it from below.
+_INPUT_SIZE = 2.0**-5
 
 
 def layer_shapes(shape: MLAShape, heads: int, width: int, inner: int) -> dict[str, tuple[int, ...]]:
@@ -61,11 +62,12 @@ def attention_tensors(
     """
     w, norm = weights.to(torch.float64), input_norm.to(torch.float64)
     scale = latent_scale(latent_mean_square(w.w_dkv, norm), eps)
+    shrink = input_scale(norm)
     order = interleaved(w.w_kr.shape[0])
     return {
-        "attn_norm.weight": norm * _INPUT,
-        "attn_q.weight": torch.cat((w.w_uq * nope_factor, w.w_qr[:, order] * rope_factor), 1).flatten(0, 1) / _INPUT,
-        "attn_kv_a_mqa.weight": torch.cat((w.w_dkv * scale, w.w_kr[order])) / _INPUT,
+        "attn_norm.weight": norm * shrink,
+        "attn_q.weight": torch.cat((w.w_uq * nope_factor, w.w_qr[:, order] * rope_factor), 1).flatten(0, 1) / shrink,
+        "attn_kv_a_mqa.weight": torch.cat((w.w_dkv * scale, w.w_kr[order])) / shrink,
         "attn_kv_a_norm.weight": torch.full((w.w_dkv.shape[0],), math.sqrt(eps) / scale, dtype=torch.float64),
         "attn_k_b.weight": w.w_uk.transpose(1, 2),
         "attn_v_b.weight": w.w_uv,
@@ -77,3 +79,9 @@ def latent_scale(mean_square: float, eps: float) -> float:
     """Return the largest power of two s with mean((s·c)²) ≤ 2·eps·2^-16, where mean(c²) ≤ `mean_square`."""
     limit = math.sqrt(2 * eps * _DEPARTURE / mean_square) if mean_square > 0 else 1.0
     return 2.0 ** math.floor(math.log2(limit))
+
+
+def input_scale(input_norm: Float[Tensor, " D"]) -> float:
+    """Return the power of two that takes what a norm with these weights gives nearest to the size wanted."""
+    size = float(input_norm.square().mean().sqrt())
+    return 2.0 ** round(math.log2(_INPUT_SIZE / size)) if size > 0 else 1.0
