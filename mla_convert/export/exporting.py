@@ -14,6 +14,7 @@ from mla_convert.calibrate.text import BUILTIN_TEXT, read_text
 from mla_convert.card import CARD_NAME, model_card
 from mla_convert.errors import FormatError, OutputError, VerificationError
 from mla_convert.export.converted import ConvertedModel
+from mla_convert.export.custom import unwindowed_positions
 from mla_convert.export.folder import staged_folder
 from mla_convert.export.targets.registry import TARGETS, target_named
 from mla_convert.export.targets.target import ExportOptions, ExportPlan
@@ -86,7 +87,7 @@ def export_model(
         verdict = None
         if verify:
             report("verification", 0, 1)
-            reference = _reference(model, plan)
+            reference = _reference(model, folder, plan)
             save_reference(folder, reference)
             verdict = _ask(folder, plan, reference, python)
             report("verification", 1, 1)
@@ -100,13 +101,21 @@ def export_model(
     return Exported(plan, verdict)
 
 
-def _reference(model: ConvertedModel, plan: ExportPlan) -> Reference:
+def _reference(model: ConvertedModel, folder: Path, plan: ExportPlan) -> Reference:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(model.folder))
-    probe = make_probe(tokenizer, read_text(BUILTIN_TEXT).text, positions=model.config.max_position_embeddings)
+    probe = make_probe(tokenizer, read_text(BUILTIN_TEXT).text, positions=_positions(model, folder))
     answers, tolerance = reference_answers(model.folder, probe, plan.dtype)
     return Reference(probe, answers, tolerance, plan.dtype)
+
+
+def _positions(model: ConvertedModel, folder: Path) -> int:
+    """The context of what was written, which ends at a sliding window where the form has none."""
+    config = folder / "config.json"
+    if not config.is_file():
+        return unwindowed_positions(model)
+    return int(json.loads(config.read_text(encoding="utf-8"))["max_position_embeddings"])
 
 
 def _ask(folder: Path, plan: ExportPlan, reference: Reference, python: Path | None) -> Verdict | None:

@@ -21,7 +21,7 @@ from mla_convert.export.verify.answers import Answers, Probe, compare_answers
 from mla_convert.export.verify.checking import PROBE_FILE, check, load_reference
 from mla_convert.export.verify.reference import passes, rounded
 from tests.export.conversions import converted_folder
-from tests.tiny import tiny_llama, tiny_qwen2
+from tests.tiny import tiny_llama, tiny_mistral, tiny_qwen2
 
 OPTIONS = ExportOptions()
 
@@ -116,6 +116,15 @@ def test_an_existing_folder_stays(model: ConvertedModel, tmp_path: Path) -> None
         with pytest.raises(OutputError):
             export_model(model, tmp_path / "out", "transformers", OPTIONS, overwrite=overwrite)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_what_cannot_look_through_a_window_is_asked_within_it(tmp_path: Path) -> None:
+    model = open_converted(converted_folder(tiny_mistral(window=24), tmp_path))
+    for target, positions in (("transformers", 256), ("vllm", 24)):
+        export_model(model, tmp_path / target, target, replace(OPTIONS, form="custom"))
+        asked = load_reference(tmp_path / target).probe
+        assert len(asked.prompt) + asked.new_tokens <= positions
+        assert len(asked.prompt) + asked.new_tokens >= min(positions, 128 + 64) - 1
 
 
 def test_every_target_has_a_plan_for_every_model(model: ConvertedModel, tmp_path: Path) -> None:

@@ -26,12 +26,11 @@ _Q8_BLOCK = 32
 _OTHER_SCALE = 1.2
 
 
-def make_probe(tokenizer: Any, text: str, *, positions: int, window: int | None = None, tokens: int = 128) -> Probe:
+def make_probe(tokenizer: Any, text: str, *, positions: int, tokens: int = 128) -> Probe:
     """Return a probe from the start of ``text``: up to 128 tokens to read and 64 to write, as far as positions allow.
 
     Args:
-        positions: the model's context.
-        window: its shortest sliding window. The probe may go beyond it: engines have to be right there too.
+        positions: the context of what is asked. It may be longer than a sliding window: engines have to be right there.
     """
     new_tokens = max(1, min(64, positions // 3))
     length = max(2, min(tokens, positions - new_tokens))
