@@ -26,7 +26,9 @@ def having(monkeypatch: pytest.MonkeyPatch):
     return only
 
 
-def test_the_best_engine_that_is_installed_serves_each_form(tmp_path: Path, having) -> None:
+def test_the_best_engine_that_is_installed_serves_each_form(
+    tmp_path: Path, having, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stock = look_at(folder(tmp_path / "stock", model_type="deepseek_v3"))
     custom = look_at(folder(tmp_path / "custom", model_type="deepseek_v3", auto_map={}))
     native = look_at(folder(tmp_path / "native", model_type="mla_convert", auto_map={}))
@@ -34,6 +36,8 @@ def test_the_best_engine_that_is_installed_serves_each_form(tmp_path: Path, havi
     assert serve_command(stock)[:3] == ["vllm", "serve", str(tmp_path / "stock")]
     assert "--trust-remote-code" not in serve_command(stock)
     assert serve_command(custom)[-3:] == ["--model-impl", "transformers", "--trust-remote-code"]
+    monkeypatch.setattr(launch, "find_spec", lambda name: name == "vllm")  # with it, vLLM has this package's plugin
+    assert serve_command(custom) == [*serve_command(stock)[:2], str(tmp_path / "custom"), *serve_command(stock)[3:]]
     # vLLM cannot fuse the native class, which has no norm on the latent
     assert serve_command(native)[0] == "transformers"
     having("transformers")

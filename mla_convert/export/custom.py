@@ -27,7 +27,6 @@ from mla_convert.mla import (
     configuration_deepseek_mla,
     modeling_deepseek_mla,
 )
-from mla_convert.mla.configuration_deepseek_mla import DeepseekMLAServedConfig
 from mla_convert.mla.names import to_hf
 from mla_convert.progress import Progress, silent
 
@@ -87,17 +86,16 @@ def custom_config(
     """Return the config of the exported class.
 
     Args:
-        served: for engines whose latent attention knows DeepSeek's model type only and has no sliding windows: the
-            config has that type, and the context ends where the shortest window would cut something off.
+        served: for engines whose latent attention has no sliding windows: the context ends where the shortest window
+            would cut something off.
     """
     c, spec = model.config, model.spec
-    name = "DeepseekMLAServed" if served else "DeepseekMLA"
     fields: dict[str, Any] = {
-        "architectures": [f"{name}ForCausalLM"],
+        "architectures": ["DeepseekMLAForCausalLM"],
         "auto_map": {
-            "AutoConfig": f"configuration_deepseek_mla.{name}Config",
-            "AutoModel": f"modeling_deepseek_mla.{name}Model",
-            "AutoModelForCausalLM": f"modeling_deepseek_mla.{name}ForCausalLM",
+            "AutoConfig": "configuration_deepseek_mla.DeepseekMLAConfig",
+            "AutoModel": "modeling_deepseek_mla.DeepseekMLAModel",
+            "AutoModelForCausalLM": "modeling_deepseek_mla.DeepseekMLAForCausalLM",
         },
         "dtype": dtype,
         "num_key_value_heads": spec.num_heads,
@@ -119,10 +117,10 @@ def custom_config(
         "sliding_window": None if served else c.sliding_window,
         "max_position_embeddings": unwindowed_positions(model) if served else c.max_position_embeddings,
         "tie_word_embeddings": c.tie_word_embeddings,
-        # no layer has experts; these are the smallest numbers that engines accept
+        # no layer has experts: vLLM takes a model with any for a mixture
         "first_k_dense_replace": spec.num_layers,
         "moe_intermediate_size": spec.intermediate_size,
-        "n_routed_experts": 2,
+        "n_routed_experts": 0,
         "num_experts_per_tok": 1,
         "n_group": 1,
         "topk_group": 1,
@@ -130,7 +128,7 @@ def custom_config(
         "routed_scaling_factor": 1.0,
         "num_nextn_predict_layers": 0,
     }
-    return (DeepseekMLAServedConfig if served else DeepseekMLAConfig)(**fields, **common_config(model))
+    return DeepseekMLAConfig(**fields, **common_config(model))
 
 
 def unwindowed_positions(model: ConvertedModel) -> int:

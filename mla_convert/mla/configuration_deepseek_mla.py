@@ -3,7 +3,7 @@
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 
 ROPE_TYPE = "per_layer_with_trust_remote_code"
-"""No class but this one knows it: the stock DeepSeek class, which would answer wrongly, refuses to be built with it."""
+"""No class but this one knows it: what is not this class, and would answer wrongly, refuses to be built with it."""
 
 
 class DeepseekMLAConfig(DeepseekV3Config):
@@ -39,6 +39,8 @@ class DeepseekMLAConfig(DeepseekV3Config):
         self.first_k_dense_replace = self.num_hidden_layers
         # DeepSeek's attention in transformers 5.17 reads the factor of any type but the default one.
         self.rope_parameters = {"rope_type": ROPE_TYPE, "rope_theta": 10000.0, "factor": 1.0}
+        cached = self.kv_lora_rank + self.qk_rope_head_dim
+        self.rope_parameters["partial_rotary_factor"] = self.qk_rope_head_dim / cached
         slots = self.qk_rope_head_dim // 2
         if self.rope_inv_freq is None:
             row = [10000.0 ** (-slot / slots) for slot in range(slots)]
@@ -56,15 +58,11 @@ class DeepseekMLAConfig(DeepseekV3Config):
         if self.attention_scale is None:
             self.attention_scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         super().__post_init__(**kwargs)
+        # What is cached of a token. vLLM reads it here, as it does not know the model type.
+        self.head_dim = cached
 
     def _validate_per_layer_with_trust_remote_code_rope_parameters(self, rope_parameters, ignore_keys=None):
         """Called by transformers by the name of the type; the frequencies are checked above."""
 
 
-class DeepseekMLAServedConfig(DeepseekMLAConfig):
-    """The same under DeepSeek's own model type, by which vLLM tells that a latent is cached."""
-
-    model_type = "deepseek_v3"
-
-
-__all__ = ["DeepseekMLAConfig", "DeepseekMLAServedConfig"]
+__all__ = ["DeepseekMLAConfig"]

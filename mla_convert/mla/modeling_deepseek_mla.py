@@ -24,7 +24,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .configuration_deepseek_mla import DeepseekMLAConfig, DeepseekMLAServedConfig
+from .configuration_deepseek_mla import DeepseekMLAConfig
 
 # transformers renamed the cache argument and output field from `past_key_values` to `cache` in 5.2x.
 _CACHE_FIELD = "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"
@@ -192,22 +192,4 @@ class DeepseekMLAForCausalLM(DeepseekMLAPreTrainedModel, DeepseekV3ForCausalLM):
         self.post_init()
 
 
-class DeepseekMLAServedModel(DeepseekMLAModel):
-    """:class:`DeepseekMLAModel` for the config that has DeepSeek's model type."""
-
-    config_class = DeepseekMLAServedConfig
-
-
-class DeepseekMLAServedForCausalLM(DeepseekMLAForCausalLM):
-    """:class:`DeepseekMLAForCausalLM` for the config that has DeepSeek's model type."""
-
-    config_class = DeepseekMLAServedConfig
-
-
-__all__ = [
-    "DeepseekMLAForCausalLM",
-    "DeepseekMLAModel",
-    "DeepseekMLAPreTrainedModel",
-    "DeepseekMLAServedForCausalLM",
-    "DeepseekMLAServedModel",
-]
+__all__ = ["DeepseekMLAForCausalLM", "DeepseekMLAModel", "DeepseekMLAPreTrainedModel"]

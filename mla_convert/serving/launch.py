@@ -117,7 +117,9 @@ def _command(engine: ServingEngine, served: Served, host: str, port: int, dtype:
     arguments = [str(served.folder), *place, *(["--dtype", dtype] if dtype else [])]
     if engine == "transformers":
         return ["transformers", "serve", *arguments, *([] if served.kind == "stock" else ["--trust-remote-code"])]
-    custom = ["--model-impl", "transformers", "--trust-remote-code"] if served.kind == "custom" else []
+    # In this environment vLLM has the plugin, which knows the class; elsewhere the folder's own code is run.
+    remote = served.kind == "custom" and find_spec("vllm") is None
+    custom = ["--model-impl", "transformers", "--trust-remote-code"] if remote else []
     return ["vllm", "serve", *arguments, *custom]
 
 

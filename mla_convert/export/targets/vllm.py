@@ -48,7 +48,7 @@ class _Candidate:
 
 
 class VLLMTarget:
-    """``DeepseekV3ForCausalLM`` for vLLM's own class, or ``DeepseekMLAServedForCausalLM`` with its code."""
+    """``DeepseekV3ForCausalLM`` for vLLM's own class, or ``DeepseekMLAForCausalLM`` with its code."""
 
     name = "vllm"
     summary = (

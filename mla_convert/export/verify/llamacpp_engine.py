@@ -109,7 +109,7 @@ def _run(command: list[str], folder: str | None = None) -> subprocess.CompletedP
 
 
 def _last_words(run: subprocess.CompletedProcess[str]) -> str:
-    """Its errors: llama.cpp logs the cause first, as ``TIME E cause``; an assertion that fails has a line of its own."""
+    """Its errors: llama.cpp logs the cause first, as ``TIME E cause``; a failed assertion has a line of its own."""
     lines = [line.strip() for line in run.stderr.splitlines() if line.strip()]
     errors = [line.partition(" E ")[2] or line for line in lines if " E " in line or "GGML_ASSERT" in line]
     return "; ".join(errors[:2] or lines[-1:] or [f"exit status {run.returncode}"])

@@ -33,7 +33,7 @@ def written(model: ConvertedModel, plan: ExportPlan, folder: Path, options: Expo
     VLLM.write(model, plan, options, folder, silent)
     config = json.loads((folder / "config.json").read_text())
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (plan.kv_rank, plan.rope_dim)
-    assert config["model_type"] == "deepseek_v3"  # by which vLLM knows what is cached
+    assert config["model_type"] == ("deepseek_v3" if plan.form == "stock" else "deepseek_mla")
     verify_folder(folder, tokens(), answers(model), tolerance=1e-4)
     return config
 
@@ -87,7 +87,8 @@ def test_what_the_stock_class_lacks_is_written_custom(tmp_path: Path, changes: d
         assert len(one.reasons) == 1
         assert said in one.reasons[0]
     config = written(model, plan, tmp_path / "out")
-    assert config["architectures"] == ["DeepseekMLAServedForCausalLM"]
+    assert config["architectures"] == ["DeepseekMLAForCausalLM"]
+    assert config["head_dim"] == 320  # by which vLLM knows what is cached of a model type that it does not know
 
 
 def test_a_base_that_takes_more_slots_than_vllm_serves_is_written_custom(tmp_path: Path) -> None:
