@@ -243,13 +243,13 @@ class _Refit(_Model):
 
 class _HealLayers(_Model):
     tokens: int = Field(default=65536, ge=1, le=10**9)  # their hidden states are kept
-    steps: int = Field(default=100, ge=1, le=_LARGEST)
-    batch: int = Field(default=2, ge=1, le=_LARGEST)
-    learning_rate: float = Field(default=1e-3, gt=0, lt=1)
+    steps: int = Field(default=200, ge=1, le=_LARGEST)
+    batch: int = Field(default=4, ge=1, le=_LARGEST)
+    learning_rate: float = Field(default=3e-3, gt=0, lt=1)
 
 
 class _HealGlobal(_Model):
-    tokens: int = Field(default=262144, ge=1, le=_LARGEST)
+    tokens: int = Field(default=131072, ge=1, le=_LARGEST)
     passes: int = Field(default=1, ge=1, le=_LARGEST)
     batch: int = Field(default=4, ge=1, le=_LARGEST)
     learning_rate: float = Field(default=5e-4, gt=0, lt=1)

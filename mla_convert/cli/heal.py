@@ -55,9 +55,9 @@ def heal(
     held_out: Annotated[
         float, typer.Option(metavar="SHARE", help="How much of each text is kept to check on, from its end.")
     ] = 0.05,
-    layer_steps: Annotated[int, typer.Option(metavar="N", min=1, help="layers: optimiser steps a layer.")] = 100,
-    layer_batch: Annotated[int, typer.Option(metavar="N", min=1, help="layers: contexts a step.")] = 2,
-    layer_rate: Annotated[float, typer.Option(metavar="LR", help="layers: at the cosine's top.")] = 1e-3,
+    layer_steps: Annotated[int, typer.Option(metavar="N", min=1, help="layers: optimiser steps a layer.")] = 200,
+    layer_batch: Annotated[int, typer.Option(metavar="N", min=1, help="layers: contexts a step.")] = 4,
+    layer_rate: Annotated[float, typer.Option(metavar="LR", help="layers: at the cosine's top.")] = 3e-3,
     layer_metric: Annotated[
         Literal["fisher", "identity"],
         typer.Option(help="layers: measure errors by the loss's gradients, or in all directions alike."),
@@ -104,7 +104,7 @@ def heal(
     if not 0 < held_out < 1:
         raise UsageError(f"--held-out {held_out} is not a share between 0 and 1", "give for example --held-out 0.05")
     if not 0 < layer_rate < 1:
-        raise UsageError(f"--layer-rate {layer_rate} is not between 0 and 1", "give for example --layer-rate 0.001")
+        raise UsageError(f"--layer-rate {layer_rate} is not between 0 and 1", "give for example --layer-rate 0.003")
     with screen(as_json=json, quiet=quiet, verbose=verbose) as console:
         from mla_convert.heal.distil_settings import DistilSettings
         from mla_convert.heal.healing import HealRequest, TextSettings

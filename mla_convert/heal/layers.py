@@ -43,10 +43,10 @@ class LayerSettings:
         seed: of the order of the contexts.
     """
 
-    steps: int = 100
-    batch: int = 2
+    steps: int = 200
+    batch: int = 4
     optimizer: Kind = "muon"
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     metric: Literal["fisher", "identity"] = "identity"
     bf16: bool = False
     seed: int = 0
