@@ -15,8 +15,8 @@ _TOLERANCE = 1e-6
 _LONGEST = 256
 
 _REMEDY = (
-    "a conversion with one slot for each frequency (`decouple.slots: one_per_pair` in a recipe, as in care.yaml), or "
-    "--target transformers"
+    "a conversion with one slot for each frequency (--recipe stock, or `decouple.slots: one_per_pair` in one of your "
+    "own), or --target transformers"
 )
 
 
@@ -68,7 +68,7 @@ def fit_progression(layers: Sequence[Sequence[float]], dim: int | None = None) -
         if slot_places(slots, found.frequencies) is None:
             raise FormatError(
                 f"layer {layer} has several RoPE slots at one frequency, and an engine that knows only a RoPE base has "
-                "one for each",
+                "one for each (--recipe stock converts into that)",
                 _REMEDY,
             )
     return found
