@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from mla_convert.errors import SourceError, VerificationError
 from mla_convert.export.verify import llamacpp_script
 from mla_convert.export.verify.answers import Answers, Probe
+from mla_convert.export.verify.interpreter import interpreter
 
 PACKAGE = "xllamacpp"
 
@@ -28,10 +28,10 @@ _VERSION = "import importlib.metadata as m, sys; sys.stdout.write(m.version(sys.
 def version(python: Path | None = None) -> str | None:
     """Return xllamacpp's version in that interpreter (by default this one); None where it is not installed."""
     try:
-        run = _run([*_interpreter(python), "-c", _VERSION, PACKAGE])
+        run = _run([interpreter(python), "-c", _VERSION, PACKAGE])
     except OSError:
         return None
-    return run.stdout.strip() if run.returncode == 0 else None
+    return (run.stdout.strip() or None) if run.returncode == 0 else None
 
 
 def answer(folder: Path, probe: Probe, *, python: Path | None = None) -> Answers:
@@ -59,7 +59,7 @@ def answer(folder: Path, probe: Probe, *, python: Path | None = None) -> Answers
         }
         question.write_text(json.dumps(asked), encoding="utf-8")
         script = Path(llamacpp_script.__file__).read_text(encoding="utf-8")
-        run = _run([*_interpreter(python), "-c", script, str(question), str(reply)], folder=exchange)
+        run = _run([interpreter(python), "-c", script, str(question), str(reply)], folder=exchange)
         if run.returncode != 0 or not reply.is_file():
             raise VerificationError(f"llama.cpp does not run {file}: {_last_words(run)}", _REMEDY)
         continuation = json.loads(reply.read_text(encoding="utf-8"))["continuation"]
@@ -96,10 +96,6 @@ def _vocabulary(file: Path) -> tuple[int, int]:
     if letter is None:
         raise VerificationError(f"{file} has no token that is a letter", _REMEDY)
     return len(texts), letter
-
-
-def _interpreter(python: Path | None) -> list[str]:
-    return [sys.executable if python is None else str(python)]
 
 
 def _run(command: list[str], folder: str | None = None) -> subprocess.CompletedProcess[str]:

