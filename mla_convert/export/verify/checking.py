@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 # Not safetensors: vLLM loads every file of that kind in a folder as weights.
 PROBE_FILE = "verification.json"
 
+_STORED_AS = ("float32", "bfloat16", "float16", "q8_0")
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -100,11 +102,32 @@ def load_reference(folder: Path) -> Reference:
     """
     file = folder / PROBE_FILE
     if not file.is_file():
-        raise SourceError(f"{folder} has no {PROBE_FILE}", "name a folder that `mla-convert export` wrote")
+        raise SourceError(
+            f"{folder} has no {PROBE_FILE}", "name a folder that `mla-convert export` wrote, without --no-verify"
+        )
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         probe = Probe(tuple(fields["prompt"]), fields["new_tokens"])
         answers = Answers(torch.tensor(fields["logprobs"], dtype=torch.float64), tuple(fields["continuation"]))
-        return Reference(probe, answers, fields["tolerance"], fields["stored_as"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        reference = Reference(probe, answers, fields["tolerance"], fields["stored_as"])
+        whole = _is_whole(reference)
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise VerificationError(f"{file} is damaged: {error}", "export the model again") from error
+    if not whole:
+        raise VerificationError(f"{file} is damaged: its parts do not fit each other", "export the model again")
+    return reference
+
+
+def _is_whole(reference: Reference) -> bool:
+    """Whether there is an answer to each question, and all are of the kinds that they should be."""
+    probe, answers = reference.probe, reference.answers
+    tokens = (*probe.prompt, *answers.continuation)
+    return (
+        all(isinstance(token, int) and token >= 0 for token in tokens)
+        and len(probe.prompt) >= 2
+        and len(answers.continuation) == probe.new_tokens >= 1
+        and tuple(answers.logprobs.shape) == (len(probe.prompt) - 1,)
+        and bool(answers.logprobs.isfinite().all())
+        and 0 < reference.tolerance < float("inf")
+        and reference.stored_as in _STORED_AS
+    )
