@@ -6,16 +6,21 @@ import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from mla_convert.errors import FormatError, SourceError
-from mla_convert.mla import MLAConfig, MLAWeights
+from mla_convert.mla import MLAConfig, MLAForCausalLM, MLAWeights
 from mla_convert.mla.names import TABLE, from_hf
 from mla_convert.sources.checkpoint import main_dtype
 from mla_convert.sources.companions import FolderCompanions, save_tokenizer
 from mla_convert.sources.safetensors_reader import open_safetensors
 from mla_convert.spec import MLAShape, RopeSpec, SourceSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _ATTENTION = ".self_attn."
 
@@ -92,6 +97,18 @@ class ConvertedModel:
         """Per layer the angular frequencies of its R/2 slots, radians a position."""
         return tuple(tuple(row) for row in self.config.rope_inv_freq or ())
 
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every stored tensor; no weight is read."""
+        return {name: tuple(self._checkpoint.shape(name)) for name in self._checkpoint.names()}
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, with its chat template.
+
+        Raises:
+            SourceError: there is none that can be loaded.
+        """
+        return self._companions.load_tokenizer()
+
     def layer(self, index: int) -> MLAWeights:
         """The attention of layer ``index``, read now, in the dtype it is stored in.
 
@@ -133,7 +150,7 @@ class ConvertedModel:
         Raises:
             SourceError: there is no tokenizer that can be loaded.
         """
-        save_tokenizer(self._companions.load_tokenizer(), folder)
+        save_tokenizer(self.load_tokenizer(), folder)
         self._companions.save_others(self.config, folder)
 
 
@@ -141,7 +158,8 @@ def open_converted(folder: Path) -> ConvertedModel:
     """Open a folder that convert or heal wrote in the native format; reads its config and tensor headers only.
 
     Raises:
-        SourceError: there is no such folder, its config is not readable, or a weight file is missing or damaged.
+        SourceError: there is no such folder, its config is not readable, a weight file is missing or damaged, or its
+            tensors are not those that the config asks for.
         FormatError: it holds a model of another format.
     """
     path = folder / "config.json"
@@ -159,7 +177,30 @@ def open_converted(folder: Path) -> ConvertedModel:
         )
     try:
         config = MLAConfig.from_dict(fields)
+        with torch.device("meta"):
+            asked_for = MLAForCausalLM(config).state_dict()
     except Exception as error:  # transformers' config validation raises errors of no common kind
         said = " ".join(str(error).split())
         raise SourceError(f"{path} is not a config of the native format: {said}", "convert the model again") from error
-    return ConvertedModel(folder, config)
+    model = ConvertedModel(folder, config)
+    _check_tensors(model, {name: tuple(tensor.shape) for name, tensor in asked_for.items()})
+    return model
+
+
+def _check_tensors(model: ConvertedModel, expected: dict[str, tuple[int, ...]]) -> None:
+    """Raise where a tensor lacks, is left over or has another shape: writers would carry that over without a word."""
+    if model.config.tie_word_embeddings:
+        expected.pop("lm_head.weight", None)
+    found = model.tensor_shapes()
+    wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    if wrong:
+        name = wrong[0]
+        raise SourceError(
+            f"the weights in {model.folder} are not those that config.json asks for: '{name}' is "
+            f"{_shown(found.get(name))}, expected {_shown(expected.get(name))}; {len(wrong)} in all differ",
+            "convert the model again",
+        )
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str(list(shape))

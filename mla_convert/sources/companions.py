@@ -110,7 +110,7 @@ def _auto_tokenizer(folder: Path, shown: Path, **options: str) -> PreTrainedToke
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
-    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # of a damaged tokenizer.json the tokenizers library raises no narrower one
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SourceError(
             f"no tokenizer can be loaded from '{shown}': {first_line}",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mla_convert.errors import FormatError, SourceError
 from mla_convert.export.converted import open_converted
@@ -81,8 +83,30 @@ def test_a_config_that_does_not_fit_the_weights_is_named(tmp_path: Path) -> None
     path = tmp_path / "out" / "config.json"
     fields = json.loads(path.read_text())
     path.write_text(json.dumps(fields | {"qk_nope_head_dim": fields["qk_nope_head_dim"] + 1}))
-    with pytest.raises(SourceError, match="layer 0"):
-        open_converted(tmp_path / "out").layer(0)
+    with pytest.raises(SourceError, match=r"layers\.0\.self_attn\.kv_b_proj\.weight' is \[128, .*4 in all"):
+        open_converted(tmp_path / "out")
     path.write_text(json.dumps(fields | {"rope_inv_freq": [[1.0]]}))
     with pytest.raises(SourceError, match="not a config of the native format"):
+        open_converted(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("lm_head.weight", None),  # transformers would draw it at random
+        ("model.layers.1.self_attn.kv_a_proj_with_mqa.bias", None),
+        ("model.layers.0.post_attention_layernorm.weight", [65]),
+        ("model.layers.0.mlp.gate.weight", [3]),
+    ],
+)
+def test_tensors_that_are_not_those_of_the_config_are_named(tmp_path: Path, name: str, shape: list[int] | None) -> None:
+    source = open_source(str(save_source(tiny_llama(bias=True), tmp_path / "source")))
+    (tmp_path / "out").mkdir()
+    write_native(source, exact_layers(source), exact_shape(source.spec), tmp_path / "out", dtype=torch.float32)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors.pop(name, None)
+    if shape is not None:
+        tensors[name] = torch.zeros(shape)
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SourceError, match=re.escape(f"'{name}' is {'absent' if shape is None else shape}")):
         open_converted(tmp_path / "out")
