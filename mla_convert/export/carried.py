@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mla_convert.errors import FormatError
 from mla_convert.spec import SourceSpec
 
 
@@ -63,13 +64,28 @@ def copied_tensors(
 
     Args:
         factors: the name of a module (``down_proj``) -> what its weight is multiplied by, before it is rounded.
+
+    Raises:
+        FormatError: float16 cannot hold one of them.
     """
     for source_name, target_name in source.copied(layer):
         tensor = source.tensor(source_name)
         factor = (factors or {}).get(target_name.split(".")[-2], 1.0)
         if factor != 1.0:
             tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
-        yield target_name, tensor.to(dtype)
+        yield target_name, stored(target_name, tensor, dtype)
+
+
+def stored(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in the dtype that it is written in.
+
+    Raises:
+        FormatError: float16 cannot hold one of its numbers, which would become infinite.
+    """
+    rounded = tensor.to(dtype)
+    if dtype == torch.float16 and bool(rounded.isinf().any()) and bool(tensor.isfinite().all()):
+        raise FormatError(f"float16 cannot hold a weight of {name}", "--dtype bfloat16 or float32")
+    return rounded
 
 
 def common_names(written: Mapping[int, frozenset[str]], num_layers: int) -> frozenset[str]:

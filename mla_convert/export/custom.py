@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mla_convert.export.carried import common_config, copied_tensors
+from mla_convert.export.carried import common_config, copied_tensors, stored
 from mla_convert.export.converted import ConvertedModel
 from mla_convert.export.padding import pad_latent, place_slots
 from mla_convert.export.shards import ShardWriter
@@ -58,6 +58,7 @@ def write_custom(
         served: see :func:`custom_config`.
 
     Raises:
+        FormatError: float16 cannot hold a weight.
         OutputError: the folder cannot be written.
         ValueError: a layer does not fit into C and R.
     """
@@ -146,6 +147,7 @@ def custom_layer(
     to a root mean square near one for inputs whose channels `input_norm`, the weight of the norm before them, scales.
 
     Raises:
+        FormatError: float16 cannot hold one of them.
         ValueError: the layer does not fit into C and R.
     """
     if weights.shape.rope_dim > rope_dim:
@@ -154,7 +156,8 @@ def custom_layer(
         weights = _ordinary(weights, input_norm)
     padded = place_slots(pad_latent(weights, kv_rank), _padded(weights.inv_freq, rope_dim))
     divisor = torch.full((kv_rank,), _DIVISORS[dtype])
-    return {name: tensor.to(dtype) for name, tensor in {**to_hf(padded), "kv_a_layernorm.weight": divisor}.items()}
+    tensors = {**to_hf(padded), "kv_a_layernorm.weight": divisor}
+    return {name: stored(f"self_attn.{name}", tensor, dtype) for name, tensor in tensors.items()}
 
 
 def _ordinary(weights: MLAWeights, input_norm: Float[Tensor, " D"]) -> MLAWeights:
