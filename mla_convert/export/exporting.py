@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain, count
@@ -12,14 +13,14 @@ from typing import Any
 
 from mla_convert.calibrate.text import BUILTIN_TEXT, read_text
 from mla_convert.card import CARD_NAME, model_card
-from mla_convert.errors import FormatError, OutputError, VerificationError
+from mla_convert.errors import FormatError, SourceError, UsageError, VerificationError
 from mla_convert.export.converted import ConvertedModel
 from mla_convert.export.custom import unwindowed_positions
 from mla_convert.export.folder import staged_folder
 from mla_convert.export.targets.registry import TARGETS, target_named
 from mla_convert.export.targets.target import ExportOptions, ExportPlan
 from mla_convert.export.verify.checking import Reference, Verdict, check, save_reference
-from mla_convert.export.verify.engines import engine_named
+from mla_convert.export.verify.engines import engine_named, installed_version
 from mla_convert.export.verify.reference import make_probe, reference_answers
 from mla_convert.progress import Progress, silent
 from mla_convert.record import RECORD_NAME, json_safe
@@ -71,8 +72,10 @@ def export_model(
     Raises:
         FormatError: the target cannot hold the model, with the reasons.
         VerificationError: the engine answers otherwise. What was written is kept as ``out`` with ``.rejected`` added.
+            So where the engine does not load it.
         OutputError: ``out`` exists, or cannot be written.
-        UsageError: there is no such target.
+        SourceError: the model's tokenizer or conversion.json cannot be read, or it answers with no finite numbers.
+        UsageError: there is no such target, or ``out`` would replace the model itself.
     """
     report = progress or silent
     chosen = target_named(target)
@@ -82,16 +85,29 @@ def export_model(
             f"--target {target} cannot hold this model: {' '.join(plan.reasons)}",
             "another --target; `mla-convert export MODEL --dry-run` shows what each would write",
         )
+    _check_apart(model.folder, out)
+    record, tokenizer = _read_record(model, plan), model.load_tokenizer()
+    if verify and python is not None and plan.engine is not None:
+        installed_version(plan.engine, python)
     with staged_folder(out, overwrite) as folder:
         chosen.write(model, plan, options, folder, report)
         verdict = None
         if verify:
             report("verification", 0, 1)
-            reference = _reference(model, folder, plan)
+            reference = _reference(model, tokenizer, folder, plan)
             save_reference(folder, reference)
-            verdict = _ask(folder, plan, reference, python)
+            try:
+                verdict = _ask(folder, plan, reference, python)
+            except VerificationError as error:
+                _write_record(record, folder, plan, None)
+                kept = _keep_rejected(folder, out)
+                raise VerificationError(
+                    error.message.replace(str(folder), str(kept)),
+                    f"file an issue with the conversion.json of {kept}, where what was written is kept; {out} was not "
+                    "made",
+                ) from error
             report("verification", 1, 1)
-        _write_record(model, folder, plan, verdict)
+        _write_record(record, folder, plan, verdict)
         if verdict is not None and not verdict.passed:
             kept = _keep_rejected(folder, out)
             raise VerificationError(
@@ -101,11 +117,25 @@ def export_model(
     return Exported(plan, verdict)
 
 
-def _reference(model: ConvertedModel, folder: Path, plan: ExportPlan) -> Reference:
-    from transformers import AutoTokenizer
+def _check_apart(folder: Path, out: Path) -> None:
+    """Raise where ``out``, once replaced, would take the model with it."""
+    model, target = Path(os.path.realpath(folder)), Path(os.path.realpath(out))
+    if model.is_relative_to(target):
+        raise UsageError(
+            f"{out} {'is' if model == target else 'holds'} the model that is exported, which an export does not "
+            "replace: what it writes cannot be exported or healed again",
+            "choose another output folder",
+        )
 
-    tokenizer = AutoTokenizer.from_pretrained(str(model.folder))
+
+def _reference(model: ConvertedModel, tokenizer: Any, folder: Path, plan: ExportPlan) -> Reference:
     probe = make_probe(tokenizer, read_text(BUILTIN_TEXT).text, positions=_positions(model, folder))
+    if len(probe.prompt) < 2 or max(probe.prompt) >= model.spec.vocab_size:
+        raise SourceError(
+            f"the tokenizer in {model.folder} is not the model's: it makes tokens {probe.prompt[:3]} ... of English, "
+            f"where the embedding has {model.spec.vocab_size} rows",
+            "put the tokenizer of the model's source into the folder, or pass --no-verify",
+        )
     answers, tolerance = reference_answers(model.folder, probe, plan.dtype)
     return Reference(probe, answers, tolerance, plan.dtype)
 
@@ -130,15 +160,22 @@ def _ask(folder: Path, plan: ExportPlan, reference: Reference, python: Path | No
     return None
 
 
-def _write_record(model: ConvertedModel, folder: Path, plan: ExportPlan, verdict: Verdict | None) -> None:
-    """Write the model's conversion.json with an ``export`` section, and the card made from it."""
+def _read_record(model: ConvertedModel, plan: ExportPlan) -> Mapping[str, Any]:
+    """Return the model's conversion.json, which a card of this export can be made from."""
+    path = model.folder / RECORD_NAME
     try:
-        record: dict[str, Any] = json.loads((model.folder / RECORD_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise OutputError(
-            f"{model.folder / RECORD_NAME} cannot be read: {error}", "export a folder that convert or heal wrote"
+        record = json.loads(path.read_text(encoding="utf-8"))
+        model_card({**record, "export": export_section(plan, None)})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SourceError(
+            f"{path} cannot be read: {type(error).__name__}: {error}", "export a folder that convert or heal wrote"
         ) from error
-    record["export"] = export_section(plan, verdict)
+    return record
+
+
+def _write_record(record: Mapping[str, Any], folder: Path, plan: ExportPlan, verdict: Verdict | None) -> None:
+    """Write the model's conversion.json with an ``export`` section, and the card made from it."""
+    record = {**record, "export": export_section(plan, verdict)}
     (folder / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     (folder / CARD_NAME).write_text(model_card(record), encoding="utf-8")
 
@@ -151,7 +188,8 @@ def export_section(plan: ExportPlan, verdict: Verdict | None) -> Mapping[str, An
 
 def _keep_rejected(folder: Path, out: Path) -> Path:
     """Move what was written to ``out`` with ``.rejected`` added, and a number where that name is taken."""
-    names = (f"{out.name}.rejected{number}" for number in chain([""], (f"-{i}" for i in count(2))))
-    kept = next(out.with_name(name) for name in names if not out.with_name(name).exists())
+    target = Path(os.path.realpath(out))  # beside what a link leads to, where the staged folder is
+    names = (f"{target.name}.rejected{number}" for number in chain([""], (f"-{i}" for i in count(2))))
+    kept = next(target.with_name(name) for name in names if not os.path.lexists(target.with_name(name)))
     folder.rename(kept)
     return kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mla_convert.errors import FormatError, OutputError, SourceError, VerificationError
+from mla_convert.errors import FormatError, OutputError, SourceError, UsageError, VerificationError
 from mla_convert.export import exporting
 from mla_convert.export.converted import ConvertedModel, open_converted
 from mla_convert.export.exporting import export_model, plan_exports
@@ -99,6 +100,84 @@ def test_nothing_is_asked_where_that_is_not_wanted_and_the_record_says_so(
     assert "Nothing has verified" in (tmp_path / "out" / "README.md").read_text()
     with pytest.raises(SourceError, match=PROBE_FILE):
         load_reference(tmp_path / "out")
+
+
+def test_what_an_engine_does_not_load_is_kept_aside_beside_what_a_link_leads_to(
+    model: ConvertedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path, *_: object) -> None:
+        raise VerificationError(f"transformers does not run {folder}: a reason", "file an issue")
+
+    monkeypatch.setattr(exporting, "check", refuse)
+    (tmp_path / "disk" / "real").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "real")
+    with pytest.raises(VerificationError, match="a reason") as caught:
+        export_model(model, tmp_path / "link", "transformers", OPTIONS, overwrite=True)
+    kept = tmp_path / "disk" / "real.rejected"
+    assert str(kept) in caught.value.message
+    assert str(kept) in caught.value.remedy
+    assert ".partial-" not in str(caught.value)
+    assert json.loads((kept / "conversion.json").read_text())["export"]["verification"] is None
+    assert (kept / "model.safetensors").is_file()
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["real", "real.rejected"]
+
+
+def _copy(model: ConvertedModel, folder: Path) -> Path:
+    return shutil.copytree(model.folder, folder, symlinks=True)
+
+
+def test_an_export_does_not_replace_its_model(model: ConvertedModel, tmp_path: Path) -> None:
+    copy = open_converted(_copy(model, tmp_path / "all" / "mla"))
+    (tmp_path / "all" / "conversion.json").write_text("{}")
+    (tmp_path / "link").symlink_to(copy.folder)
+    for out in (copy.folder, tmp_path / "link", tmp_path / "all"):
+        with pytest.raises(UsageError, match="does not replace"):
+            export_model(copy, out, "transformers", OPTIONS, verify=False, overwrite=True)
+    export_model(copy, copy.folder / "out", "transformers", OPTIONS, verify=False)
+    assert open_converted(copy.folder).config.model_type == "mla_convert"
+
+
+@pytest.mark.parametrize("record", [None, "{", "[]", "{}", '{"source": 3}'])
+def test_a_record_that_no_card_can_be_made_from_is_found_before_a_file_is_begun(
+    model: ConvertedModel, tmp_path: Path, record: str | None
+) -> None:
+    copy = open_converted(_copy(model, tmp_path / "mla"))
+    (copy.folder / "conversion.json").unlink()
+    if record is not None:
+        (copy.folder / "conversion.json").write_text(record)
+    with pytest.raises(SourceError, match=r"conversion\.json cannot be read"):
+        export_model(copy, tmp_path / "out" / "deep", "transformers", OPTIONS)
+    assert [path.name for path in tmp_path.iterdir()] == ["mla"]
+
+
+def test_an_interpreter_without_the_engine_and_a_damaged_tokenizer_are_found_before_a_file_is_begun(
+    model: ConvertedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(TRANSFORMERS), "write", None)
+    with pytest.raises(VerificationError, match="not installed in"):
+        export_model(model, tmp_path / "out", "transformers", OPTIONS, python=tmp_path / "python")
+    copy = open_converted(_copy(model, tmp_path / "mla"))
+    state = json.loads((copy.folder / "tokenizer.json").read_text())
+    (copy.folder / "tokenizer.json").write_text(json.dumps(state | {"model": {"type": "BPE", "vocab": {"a": "b"}}}))
+    with pytest.raises(SourceError, match="no tokenizer can be loaded"):
+        export_model(copy, tmp_path / "out", "transformers", OPTIONS)
+
+
+def test_a_tokenizer_of_another_model_and_weights_that_are_no_numbers_are_not_the_engines_fault(
+    model: ConvertedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "check", None)
+    monkeypatch.setattr(exporting, "make_probe", lambda *_, **__: Probe((3, 288), 4))
+    with pytest.raises(SourceError, match=r"not the model's.* 288 rows"):
+        export_model(model, tmp_path / "out", "transformers", OPTIONS)
+    monkeypatch.undo()
+    copy = open_converted(_copy(model, tmp_path / "mla"))
+    tensors = load_file(copy.folder / "model.safetensors")
+    tensors["model.norm.weight"].fill_(math.nan)
+    save_file(tensors, copy.folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SourceError, match="weights are damaged"):
+        export_model(copy, tmp_path / "out", "transformers", replace(OPTIONS, dtype="bfloat16"))
+    assert [path.name for path in tmp_path.iterdir()] == ["mla"]
 
 
 def test_what_a_target_refuses_is_not_begun(model: ConvertedModel, tmp_path: Path) -> None:

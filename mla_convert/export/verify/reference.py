@@ -58,10 +58,14 @@ def reference_answers(folder: Path, probe: Probe, stored_as: str) -> tuple[Answe
     three times what rounding every matrix once to that dtype does to the answers of this model.
 
     Raises:
-        SourceError: the folder cannot be loaded.
+        SourceError: the folder cannot be loaded, or what it answers is not finite.
     """
     model = _load(folder)
     answers = model_answers(model, probe)
+    if not bool(answers.logprobs.isfinite().all()):
+        raise SourceError(
+            f"{folder} answers with numbers that are not finite: its weights are damaged", "convert the model again"
+        )
     if stored_as == "float32":
         return answers, EXACT
     for module in model.modules():
