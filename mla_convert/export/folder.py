@@ -80,9 +80,12 @@ def _check_place(target: Path) -> None:
 
 
 def _sweep(target: Path) -> None:
-    """Remove what earlier runs for ``target`` left when they were killed: staged folders whose process is gone."""
-    for left in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
-        process = left.name.rpartition(".partial-")[2].partition("-")[0]
+    """Remove what earlier runs for ``target`` left when they were killed: staged folders whose process is gone, and
+    what they had moved aside, unless nothing has taken its place."""
+    kinds = ("partial", "replaced") if target.exists() else ("partial",)
+    found = ((kind, left) for kind in kinds for left in target.parent.glob(f".{glob.escape(target.name)}.{kind}-*"))
+    for kind, left in found:
+        process = left.name.rpartition(f".{kind}-")[2].partition("-")[0]
         if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc/self").exists():
             shutil.rmtree(left, ignore_errors=True)
 

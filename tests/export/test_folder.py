@@ -159,3 +159,15 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
         pass
     assert not dead.exists()
     assert alive.exists()
+
+
+def test_what_a_killed_run_had_moved_aside_goes_once_something_took_its_place(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    aside = _converted(tmp_path / f".out.replaced-{gone.pid}-0123abcd")
+    with staged_folder(tmp_path / "out", overwrite=False) as staged:
+        (staged / "conversion.json").write_text("{}")
+    assert (aside / "weights").read_text() == "old"  # there was nothing else when this run began
+    with staged_folder(tmp_path / "out", overwrite=True):
+        pass
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
