@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,21 @@ def test_installed_looks_for_the_program(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "llama-server").write_text("#!/bin/sh\n")
     (tmp_path / "llama-server").chmod(0o755)
     assert launch.installed("llamacpp")
+
+
+def test_a_dtype_is_not_dropped_without_a_word(tmp_path: Path, having) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    having("llamacpp")
+    with pytest.raises(UsageError, match=r"llama\.cpp computes"):
+        serve_command(look_at(tmp_path), dtype="bfloat16")
+
+
+def test_a_rejected_export_is_served_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    served = folder(tmp_path / "out.rejected", model_type="deepseek_mla", auto_map={})
+    record = served / "conversion.json"
+    for export, warned in (({"verification": {"passed": False}}, True), ({"verification": None}, False), ([], False)):
+        record.write_text(json.dumps({"export": export}))
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert look_at(served).kind == "custom"
+        assert ("was rejected" in caplog.text) is warned

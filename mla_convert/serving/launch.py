@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mla_convert.errors import FormatError, SourceError, UsageError
+from mla_convert.record import RECORD_NAME
+
+log = logging.getLogger(__name__)
 
 ServingEngine = Literal["vllm", "transformers", "llamacpp"]
 
@@ -39,11 +43,12 @@ class Served:
 
 
 def look_at(folder: Path) -> Served:
-    """Return what is to be served.
+    """Return what is to be served. Of a rejected export a warning is logged.
 
     Raises:
         SourceError: there is no model in it.
     """
+    _warn_of_rejected(folder)
     config = folder / "config.json"
     if config.is_file():
         fields = _read(config)
@@ -86,7 +91,7 @@ def serve_command(
 
     Raises:
         FormatError: the engine cannot serve what the folder holds.
-        UsageError: the engine is not installed.
+        UsageError: the engine is not installed, or takes no dtype.
     """
     able = suited(served)
     if engine is not None and engine not in able:
@@ -96,6 +101,8 @@ def serve_command(
             if served.kind == "gguf"
             else f"mla-convert export {served.folder} OUT --target {'gguf' if engine == 'llamacpp' else engine}",
         )
+    if dtype is not None and served.kind == "gguf":
+        raise UsageError("llama.cpp computes in the dtypes that a GGUF file holds", "leave --dtype out of serve")
     wanted: tuple[ServingEngine, ...] = able if engine is None else (engine,)
     chosen: ServingEngine | None = next((one for one in wanted if installed(one)), None)
     if chosen is None:
@@ -121,6 +128,17 @@ def _command(engine: ServingEngine, served: Served, host: str, port: int, dtype:
     remote = served.kind == "custom" and find_spec("vllm") is None
     custom = ["--model-impl", "transformers", "--trust-remote-code"] if remote else []
     return ["vllm", "serve", *arguments, *custom]
+
+
+def _warn_of_rejected(folder: Path) -> None:
+    """Log a warning where the folder's record says that its verification failed."""
+    try:
+        record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
+        rejected = record["export"]["verification"]["passed"] is False
+    except (OSError, ValueError, LookupError, TypeError):
+        return  # it has no such record: nothing is known
+    if rejected:
+        log.warning("%s was rejected when it was exported: it does not answer as the converted model does", folder)
 
 
 def _read(config: Path) -> dict[str, Any]:
