@@ -52,11 +52,13 @@ def export(
     ] = None,
     kv_rank: Annotated[
         int | None,
-        typer.Option(metavar="C", min=1, help="Pad the latent with zeros to this width.", show_default="no padding"),
+        typer.Option(
+            metavar="C", min=1, max=65536, help="Pad the latent with zeros to this width.", show_default="no padding"
+        ),
     ] = None,
     rope_dim: Annotated[
         int | None,
-        typer.Option(metavar="R", min=2, help="Pad the RoPE key likewise; even.", show_default="no padding"),
+        typer.Option(metavar="R", min=2, max=65536, help="Pad the RoPE key likewise; even.", show_default="no padding"),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of safetensors files.")] = "5GB",
     verify: Annotated[

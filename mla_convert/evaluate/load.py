@@ -12,6 +12,7 @@ from mla_convert.errors import SourceError
 
 # model_type of the folders that are loaded by transformers' Auto classes rather than as a conversion's source.
 NATIVE_MODEL_TYPE = "mla_convert"
+EXPORTED_MODEL_TYPE = "deepseek_mla"
 STOCK_MODEL_TYPES = frozenset({"deepseek_v2", "deepseek_v3"})
 
 
@@ -24,16 +25,16 @@ def load_for_evaluation(
     attn_implementation: str = "sdpa",
     device: str = "cpu",
 ) -> tuple[Any, Any]:
-    """Return (model in evaluation mode, tokenizer) for a converted folder or for any source, in ``dtype``.
+    """Return (model in evaluation mode, tokenizer) for a converted or exported folder or any source, in ``dtype``.
 
-    A folder whose config says ``mla_convert`` is loaded with this project's model class, one that says ``deepseek_v3``
-    with transformers' own; everything else is opened as a source.
+    A folder whose config says ``mla_convert`` or ``deepseek_mla`` is loaded with this project's model class, one that
+    says ``deepseek_v3`` with transformers' own; everything else is opened as a source.
 
     Raises:
         SourceError: the folder is not whole (a missing or truncated shard, missing tensors) or there is no such source.
     """
     model_type = folder_model_type(ref)
-    if model_type == NATIVE_MODEL_TYPE or model_type in STOCK_MODEL_TYPES:
+    if model_type in (NATIVE_MODEL_TYPE, EXPORTED_MODEL_TYPE) or model_type in STOCK_MODEL_TYPES:
         return _load_folder(Path(ref), model_type, dtype, attn_implementation, device)
     from mla_convert.sources import open_source
 
@@ -62,8 +63,8 @@ def _load_folder(
 ) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if model_type == NATIVE_MODEL_TYPE:
-        import mla_convert.mla  # noqa: F401 - registers the native classes with transformers
+    if model_type not in STOCK_MODEL_TYPES:
+        import mla_convert.mla  # noqa: F401 - registers this project's classes with transformers
     again = "convert or download the model again"
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

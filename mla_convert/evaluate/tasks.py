@@ -93,7 +93,7 @@ def evaluate_tasks(
             task_manager=manager,
             log_samples=False,
         )
-    except (OSError, ValueError, KeyError, ConnectionError) as error:
+    except Exception as error:  # task files bring code of their own, which raises errors of no common kind
         said = " ".join(str(error).split()) or type(error).__name__
         raise SourceError(
             f"a task cannot be evaluated: {said}", "check the task's data and the network; see its YAML file"

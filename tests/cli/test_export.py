@@ -121,3 +121,11 @@ def test_texts_and_tasks_are_not_mixed(cli, converted, arguments: tuple[str, ...
     answer = cli("evaluate", converted, *given)
     assert answer.code == 2
     assert complaint in answer.err
+
+
+def test_an_export_is_measured_like_any_other_model(cli, converted, text_file, tmp_path) -> None:
+    assert cli("export", converted, tmp_path / "out", "--target", "transformers", "--no-verify").code == 0
+    sizes = ("--text", text_file, "--context", "32", "--max-tokens", "512", "--json")
+    found, before = (cli("evaluate", model, *sizes).json() for model in (tmp_path / "out", converted))
+    assert found["perplexity"] == pytest.approx(before["perplexity"], rel=1e-5)
+    assert found["cache_bytes_per_token"] >= before["cache_bytes_per_token"]
