@@ -8,6 +8,7 @@ import array
 import json
 import secrets
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def main(question: Path, reply: Path) -> None:
 
 def serve(asked: dict[str, Any]) -> Any:
     """Load the file, for computing as exactly as llama.cpp can: the cache in float32, one sequence."""
-    import xllamacpp  # pyright: ignore[reportMissingImports]
+    xllamacpp: Any = import_module("xllamacpp")  # whose names are made in C
 
     params = xllamacpp.CommonParams()
     params.model.path = asked["file"]
