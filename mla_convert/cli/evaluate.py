@@ -183,7 +183,7 @@ def _check_kind(text: str | None, tasks: list[str] | None, *, record: bool, **ta
     from mla_convert.errors import UsageError
 
     if (text is None) == (not tasks):
-        raise UsageError("evaluate measures on a text or on tasks", "give --text or --tasks, one of them")
+        raise UsageError("evaluate needs one of --text or --tasks", "mla-convert evaluate --help")
     if text is None and record:
         raise UsageError("--record writes down a perplexity", "leave it out with --tasks")
     if text is not None and any(option is not None for option in task_options.values()):
