@@ -59,23 +59,28 @@ def test_killed_and_repeated_it_ends_with_the_same_bits(tmp_path):
     assert all(torch.equal(weights[name], value) for name, value in straight.weights.items())
 
 
-def test_two_processes_killed_and_repeated_are_one_with_twice_the_batch(tmp_path):
-    options = json.dumps(SETTINGS | {"batch_size": 1})
+@pytest.mark.parametrize(
+    ("optimizer", "tolerance"),
+    # Muon orthogonalises in bfloat16, which rounds what differs in the last bit to one side or the other, and more or
+    # less of it from processor to processor: curves were 1.1e-4 apart on one without bfloat16 units.
+    [("adamw", 1e-4), ("muon", 5e-4)],
+)
+def test_two_processes_killed_and_repeated_are_one_with_twice_the_batch(tmp_path, optimizer, tolerance):
+    options = json.dumps(SETTINGS | {"batch_size": 1, "optimizer": optimizer})
     assert start(*TWO, "-m", "tests.heal.distil_process", tmp_path, options, 8).returncode != 0
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
     done = start(*TWO, "-m", "tests.heal.distil_process", tmp_path, options)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "processes").read_text() == "2"
 
-    single = distilled()
+    single = distilled(optimizer=optimizer)
     for ours, theirs in zip(single.curve, read_curve(tmp_path), strict=True):
         assert theirs["tokens"] == ours.tokens
         # float32 sums in another order, through two dozen steps
-        assert theirs["loss"] == pytest.approx(ours.loss, abs=1e-4)
-        assert theirs["held_out"] == pytest.approx(ours.held_out, abs=1e-4)
+        assert theirs["loss"] == pytest.approx(ours.loss, abs=tolerance)
+        assert theirs["held_out"] == pytest.approx(ours.held_out, abs=tolerance)
     for name, value in load_file(tmp_path / "weights.safetensors").items():
-        # Muon orthogonalises in bfloat16, which rounds what differs in the last bit to one side or the other
-        torch.testing.assert_close(value, single.weights[name], atol=1e-3, rtol=0)
+        torch.testing.assert_close(value, single.weights[name], atol=10 * tolerance, rtol=0)
 
 
 def test_sharded_weights_and_optimiser_are_read_whole_and_put_back(tmp_path):
