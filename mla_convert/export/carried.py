@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.errors import FormatError
+from mla_convert.sources import Part
 from mla_convert.spec import SourceSpec
 
 
@@ -26,8 +27,8 @@ class Carrier(Protocol):
         """transformers' config of it."""
         ...
 
-    def copied(self, layer: int | None) -> Iterator[tuple[str, str]]:
-        """Pairs (stored name, name as written) of what is not converted: of a layer, for None outside layers."""
+    def copied(self, layer: int | None) -> Iterator[tuple[str, Part]]:
+        """Pairs (stored name, part and name as written) of what is not converted: of a layer, for None outside."""
         ...
 
     def tensor(self, name: str) -> Tensor:
@@ -68,8 +69,8 @@ def copied_tensors(
     Raises:
         FormatError: float16 cannot hold one of them.
     """
-    for source_name, target_name in source.copied(layer):
-        tensor = source.tensor(source_name)
+    for source_name, part in source.copied(layer):
+        target_name, tensor = part.target, part.take(source.tensor(source_name))
         factor = (factors or {}).get(target_name.split(".")[-2], 1.0)
         if factor != 1.0:
             tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor

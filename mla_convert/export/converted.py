@@ -14,6 +14,7 @@ from torch import Tensor
 from mla_convert.errors import FormatError, SourceError
 from mla_convert.mla import MLAConfig, MLAForCausalLM, MLAWeights
 from mla_convert.mla.names import TABLE, from_hf
+from mla_convert.sources import Part
 from mla_convert.sources.checkpoint import main_dtype
 from mla_convert.sources.companions import FolderCompanions, save_tokenizer
 from mla_convert.sources.safetensors_reader import open_safetensors
@@ -128,13 +129,13 @@ class ConvertedModel:
                 "convert the model again",
             ) from error
 
-    def copied(self, layer: int | None) -> Iterator[tuple[str, str]]:
-        """Pairs (stored name, the same name) of what is not attention, of ``layer``, or for None outside the layers."""
+    def copied(self, layer: int | None) -> Iterator[tuple[str, Part]]:
+        """Pairs (stored name, all of it, so named) of what is not attention, of ``layer``, for None outside layers."""
         prefix = None if layer is None else f"model.layers.{layer}."
         for name in self._checkpoint.names():
             inside = name.startswith("model.layers.")
             if (not inside if prefix is None else name.startswith(prefix)) and _ATTENTION not in name:
-                yield name, name
+                yield name, Part(name)
 
     def tensor(self, name: str) -> Tensor:
         """One stored tensor, read now.

@@ -237,7 +237,7 @@ def _softmax_scale(config: DeepseekV3Config) -> float:
 
 
 def _copied_tensor(source: Carrier, layer: int | None, target: str) -> torch.Tensor:
-    return next(source.tensor(name) for name, copied in source.copied(layer) if copied == target)
+    return next(part.take(source.tensor(name)) for name, part in source.copied(layer) if part.target == target)
 
 
 def eps_note(spec: SourceSpec, dtype: torch.dtype, *, engine_eps: bool = True) -> str:

@@ -3,7 +3,7 @@
 from mla_convert.sources.attention import AttentionWeights
 from mla_convert.sources.opening import open_source
 from mla_convert.sources.registry import known_architectures
-from mla_convert.sources.roles import Converted, Copied, Dropped, Role
+from mla_convert.sources.roles import Converted, Copied, Dropped, Part, Role
 from mla_convert.sources.source import Source
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Converted",
     "Copied",
     "Dropped",
+    "Part",
     "Role",
     "Source",
     "known_architectures",

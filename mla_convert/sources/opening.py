@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_convert.errors import SourceError, UnsupportedArchitectureError
-from mla_convert.sources.adapter import EMBEDDING, LM_HEAD, DenseAdapter
+from mla_convert.sources.adapter import Adapter
 from mla_convert.sources.checkpoint import Checkpoint
 from mla_convert.sources.companions import Companions, FolderCompanions, GGUFCompanions
 from mla_convert.sources.gguf_config import INTERLEAVED, gguf_architecture, gguf_config
@@ -75,6 +75,11 @@ def _open_folder(ref: str, folder: Path) -> Source:
         raise UnsupportedArchitectureError(
             f"'{folder / 'config.json'}' names no architecture", "add the model's class to `architectures`"
         )
+    if fields.get("quantization_config") is not None:
+        raise UnsupportedArchitectureError(
+            "the checkpoint is quantised (its config has a quantization_config)",
+            "use the unquantised checkpoint of the same model, or a GGUF file",
+        )
     adapter = adapter_for(str(architectures[0]))
     return _open(ref, adapter, fields, open_safetensors(folder), FolderCompanions(folder))
 
@@ -88,9 +93,7 @@ def _open_gguf(ref: str, path: Path) -> Source:
     return _open(ref, adapter_for(fields["architectures"][0]), fields, checkpoint, GGUFCompanions(path))
 
 
-def _open(
-    ref: str, adapter: DenseAdapter, fields: dict[str, Any], checkpoint: Checkpoint, companions: Companions
-) -> Source:
+def _open(ref: str, adapter: Adapter, fields: dict[str, Any], checkpoint: Checkpoint, companions: Companions) -> Source:
     from huggingface_hub.errors import StrictDataclassError
 
     names = checkpoint.names()
@@ -101,8 +104,9 @@ def _open(
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         said = " ".join(str(error).split())
         raise SourceError(f"the config of '{ref}' is not valid: {said}", "fetch config.json again") from error
-    both = LM_HEAD in names and EMBEDDING in names
-    if config.tie_word_embeddings and both and not checkpoint.equal_bytes(LM_HEAD, EMBEDDING):
+    head, embedding = adapter.head, adapter.embedding
+    both = head in names and embedding in names
+    if config.tie_word_embeddings and both and not checkpoint.equal_bytes(head, embedding):
         # As transformers does: two different matrices are not tied, whatever the config says.
         config.tie_word_embeddings = False
     spec = adapter.spec(config, checkpoint)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from mla_convert.errors import UnsupportedArchitectureError
-from mla_convert.sources.adapter import DenseAdapter
+from mla_convert.sources.adapter import Adapter
 from mla_convert.sources.llama import LlamaAdapter
 from mla_convert.sources.mistral import MistralAdapter
 from mla_convert.sources.qwen2 import Qwen2Adapter
 
-ADAPTERS: tuple[type[DenseAdapter], ...] = (LlamaAdapter, MistralAdapter, Qwen2Adapter)
+ADAPTERS: tuple[type[Adapter], ...] = (LlamaAdapter, MistralAdapter, Qwen2Adapter)
 
 
 def known_architectures() -> tuple[str, ...]:
@@ -16,7 +16,7 @@ def known_architectures() -> tuple[str, ...]:
     return tuple(adapter.architecture for adapter in ADAPTERS)
 
 
-def adapter_for(architecture: str) -> DenseAdapter:
+def adapter_for(architecture: str) -> Adapter:
     """The adapter of ``architecture``.
 
     Raises:

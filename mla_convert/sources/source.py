@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mla_convert.sources.adapter import DenseAdapter
+from mla_convert.sources.adapter import Adapter
 from mla_convert.sources.attention import AttentionWeights
 from mla_convert.sources.checkpoint import Checkpoint
 from mla_convert.sources.companions import Companions, save_tokenizer
 from mla_convert.sources.loading import build_model
-from mla_convert.sources.roles import Copied, Role
+from mla_convert.sources.roles import Copied, Part, Role
 from mla_convert.spec import SourceSpec
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Source:
     def __init__(
         self,
         ref: str,
-        adapter: DenseAdapter,
+        adapter: Adapter,
         config: PretrainedConfig,
         spec: SourceSpec,
         checkpoint: Checkpoint,
@@ -69,14 +69,14 @@ class Source:
         """The role of every stored tensor: converted, copied, or dropped for a reason."""
         return dict(self._roles)
 
-    def copied(self, layer: int | None) -> Iterator[tuple[str, str]]:
-        """Pairs (source name, name in the converted model) for ``layer``, or for None those outside the layers.
+    def copied(self, layer: int | None) -> Iterator[tuple[str, Part]]:
+        """Pairs (source name, the part of it that is copied and its new name) of ``layer``, for None outside layers.
 
         Of tied embeddings only the embedding is listed.
         """
         for name, role in self._roles.items():
             if isinstance(role, Copied) and role.layer == layer:
-                yield name, role.target
+                yield from ((name, part) for part in role.parts)
 
     def load_model(
         self, *, dtype: torch.dtype, attn_implementation: str = "sdpa", device: str = "cpu"
@@ -85,11 +85,10 @@ class Source:
 
         At its peak it holds one copy of the weights in ``dtype`` and one tensor as it is stored.
         """
-        stored = self._adapter.expected(self.spec)
         return build_model(
             self._adapter.model_class(),
             self.config,
-            ((name, self.tensor(name)) for name, _, _ in stored),
+            self._adapter.module_tensors(self.spec, self.tensor),
             generation_config=self._companions.generation_config(self.config),
             dtype=dtype,
             attn_implementation=attn_implementation,

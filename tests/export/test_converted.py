@@ -60,8 +60,8 @@ def test_layers_and_description_are_those_that_were_written(tmp_path: Path, fami
         "dtype",
     ]:
         assert getattr(model.spec, name) == getattr(source.spec, name), name
-    copied = [target for layer in (None, *range(source.spec.num_layers)) for _, target in source.copied(layer)]
-    again = [target for layer in (None, *range(source.spec.num_layers)) for _, target in model.copied(layer)]
+    copied = [part.target for layer in (None, *range(source.spec.num_layers)) for _, part in source.copied(layer)]
+    again = [part.target for layer in (None, *range(source.spec.num_layers)) for _, part in model.copied(layer)]
     assert sorted(again) == sorted(copied)
 
 
