@@ -20,6 +20,7 @@ def build_model(
     config: PretrainedConfig,
     tensors: Iterable[tuple[str, Tensor]],
     *,
+    head: str,
     generation_config: GenerationConfig,
     dtype: torch.dtype,
     attn_implementation: str,
@@ -31,19 +32,28 @@ def build_model(
 
     Args:
         tensors: (parameter name, value) pairs, consumed one at a time; a tied output embedding is left out.
+        head: the name among them of the output embedding, which classes call differently from one release to another.
+        attn_implementation: ``sdpa`` becomes ``eager`` for a class that has no other.
 
     Raises:
-        UnaccountedTensorError: a parameter is left without a value.
+        UnaccountedTensorError: a parameter or buffer is left without a value.
     """
+    if attn_implementation == "sdpa" and not model_class._supports_sdpa:
+        attn_implementation = "eager"
     with torch.device("meta"):
         model = model_class._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attn_implementation)
+    output = model.get_output_embeddings()
     for name, value in tensors:
-        _assign(model, name, value.to(device=device, dtype=dtype))
+        parameter = nn.Parameter(value.to(device=device, dtype=dtype))
         del value  # else it would still be held while the next one is read
+        if name == head:
+            output.weight = parameter
+        else:
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, parameter)
     if config.tie_word_embeddings:
-        model.get_submodule("lm_head").weight = model.get_input_embeddings().weight
-    # Frequencies are a buffer that no checkpoint stores: made anew, off the meta device and always in float32.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
+        output.weight = model.get_input_embeddings().weight
+    _fill_buffers(model, device)
     left = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]
     if left:
         raise UnaccountedTensorError(
@@ -53,7 +63,27 @@ def build_model(
     return model.eval()
 
 
-def _assign(model: nn.Module, name: str, value: Tensor) -> None:
-    """Put ``value`` in place of the parameter ``name``."""
-    path, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(path), leaf, nn.Parameter(value))
+def _fill_buffers(model: PreTrainedModel, device: str) -> None:
+    """Give the buffers that no checkpoint stores (frequencies, scales of embeddings) the values of their class.
+
+    It is the class's own initialisation that knows them, for which parameters are marked as done with.
+
+    Raises:
+        UnaccountedTensorError: the class leaves one as it was.
+    """
+    for name, module in list(model.named_modules()):
+        empty = [key for key, value in module.named_buffers(recurse=False) if value.is_meta]
+        if not empty:
+            continue
+        for key in empty:
+            value = torch.empty_like(getattr(module, key), device=device)
+            setattr(module, key, value.fill_(torch.nan) if value.is_floating_point() else value)
+        for parameter in module.parameters(recurse=False):
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        with torch.no_grad():
+            model._init_weights(module)
+        for key in empty:
+            if bool(getattr(module, key).isnan().any()):
+                raise UnaccountedTensorError(
+                    f"{type(module).__name__} does not say what its buffer {name}.{key} holds", "report this as a bug"
+                )

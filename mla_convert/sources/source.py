@@ -89,6 +89,7 @@ class Source:
             self._adapter.model_class(),
             self.config,
             self._adapter.module_tensors(self.spec, self.tensor),
+            head=self._adapter.head,
             generation_config=self._companions.generation_config(self.config),
             dtype=dtype,
             attn_implementation=attn_implementation,
