@@ -24,6 +24,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 VOCAB_SIZE = 288
 HIDDEN_SIZE = 64
@@ -40,6 +41,9 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+
+# Weights that make queries and keys, as the families name them.
+_QUERIES_AND_KEYS = (".q_proj.", ".k_proj.", ".qkv_proj.", ".query_key_value.", ".c_attn.", ".Wqkv.")
 
 CHAT_TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
 
@@ -58,9 +62,9 @@ def tiny_llama(
     """A random ``LlamaForCausalLM``; ``bias`` is on all four attention projections, ``fields`` go to its config."""
     rope = dict(LLAMA3_ROPE) if llama3 else {"rope_type": "default", "rope_theta": 10000.0}
     config = LlamaConfig(
-        **{**_sizes(kind, tied), "attention_bias": bias, "mlp_bias": mlp_bias, "rope_parameters": rope, **fields}
+        **{**sizes(kind, tied), "attention_bias": bias, "mlp_bias": mlp_bias, "rope_parameters": rope, **fields}
     )
-    return _randomised(LlamaForCausalLM, config, dtype, seed)
+    return randomised(LlamaForCausalLM, config, dtype, seed)
 
 
 def tiny_mistral(
@@ -73,8 +77,8 @@ def tiny_mistral(
     **fields: Any,
 ) -> PreTrainedModel:
     """A random ``MistralForCausalLM`` with a sliding window of ``window`` tokens in every layer, or none."""
-    config = MistralConfig(**{**_sizes(kind, tied), "sliding_window": window, **fields})
-    return _randomised(MistralForCausalLM, config, dtype, seed)
+    config = MistralConfig(**{**sizes(kind, tied), "sliding_window": window, **fields})
+    return randomised(MistralForCausalLM, config, dtype, seed)
 
 
 def tiny_qwen2(
@@ -88,23 +92,33 @@ def tiny_qwen2(
 ) -> PreTrainedModel:
     """A random ``Qwen2ForCausalLM``, with Q, K and V biases; ``window`` holds from the second layer on."""
     windows = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 1}
-    sizes = _sizes(kind, tied)
-    del sizes["head_dim"]  # the family's config has no such field; it is D/H
-    return _randomised(Qwen2ForCausalLM, Qwen2Config(**{**sizes, **windows, **fields}), dtype, seed)
+    common = sizes(kind, tied)
+    del common["head_dim"]  # the family's config has no such field; it is D/H
+    return randomised(Qwen2ForCausalLM, Qwen2Config(**{**common, **windows, **fields}), dtype, seed)
 
 
 def save_source(model: PreTrainedModel, folder: Path, shards: int = 1) -> Path:
-    """Write ``model`` with a tokenizer as a Hugging Face folder of ``shards`` safetensors files; returns ``folder``."""
+    """Write ``model`` with a tokenizer as a Hugging Face folder of ``shards`` safetensors files; returns ``folder``.
+
+    Tensors have the names and shapes of files on the hub: experts that a class holds stacked are written one by one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    tensors = {name: value.detach().clone().contiguous() for name, value in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
-    save_tensors(tensors, folder, shards)
+    save_tensors(stored_tensors(model), folder, shards)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors of ``model`` as its files hold them; of tied embeddings only the input's."""
+    tensors = model.state_dict()
+    if model.config.tie_word_embeddings:
+        output = model.get_output_embeddings()
+        del tensors[next(f"{path}.weight" for path, module in model.named_modules() if module is output)]
+    stored = revert_weight_conversion(model, tensors)
+    return {name: value.detach().clone().contiguous() for name, value in stored.items()}
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], folder: Path, shards: int = 1) -> None:
@@ -148,7 +162,7 @@ def _trained() -> str:
     return tokenizer.to_str()
 
 
-def _sizes(kind: str, tied: bool) -> dict[str, Any]:
+def sizes(kind: str, tied: bool) -> dict[str, Any]:
     return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN_SIZE,
@@ -167,23 +181,30 @@ def _sizes(kind: str, tied: bool) -> dict[str, Any]:
     }
 
 
-def _randomised(model_class: Any, config: Any, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """The model with every parameter drawn anew: scores have a standard deviation of about 2.5."""
+def randomised(
+    model_class: Any, config: Any, dtype: torch.dtype = torch.float32, seed: int = 0, *, norm_weight: float = 1.0
+) -> PreTrainedModel:
+    """The model with every parameter drawn anew: scores have a standard deviation of about 2.5.
+
+    Args:
+        norm_weight: what the weights of norms are drawn around; 0 where a family adds 1 to them.
+    """
     model = model_class(config).eval()
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("norm.weight"):
-                parameter.copy_(1.0 + 0.2 * noise)
-            elif name.endswith(".bias"):
+            if name.endswith(".bias"):
                 parameter.copy_(0.3 * noise)
-            elif "embed_tokens" in name:
+            elif parameter.ndim == 1:
+                parameter.copy_(norm_weight + 0.2 * noise)
+            elif id(parameter) in embeddings:
                 parameter.copy_(0.5 * noise)
-            elif ".q_proj." in name or ".k_proj." in name:
+            elif any(part in name for part in _QUERIES_AND_KEYS):
                 parameter.copy_(0.2 * noise)
             else:
-                parameter.copy_(noise * parameter.shape[1] ** -0.5)
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
     # Parameters alone: model.to() would round the float32 rotary frequencies as well.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
