@@ -8,7 +8,7 @@ second moment F. This is one unit for what a latent truncates and for what loses
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -81,7 +81,7 @@ def allocate(
     best: list[list[tuple[float, MLAShape]]] = []
     for i in range(spec.num_layers):
         source = attention(i)
-        curves = {dim: loss_curve(source, statistics[i], spec.rope, dim, recipe) for dim in rope_dims}
+        curves = {dim: loss_curve(source, statistics[i], spec.rope_of(i), dim, recipe) for dim in rope_dims}
         best.append([_cheapest(shapes, curves, how.moved_weight, planned.layers[i]) for shapes in candidates])
         progress("allocate", i + 1, spec.num_layers)
     costs = torch.tensor([[cost for cost, _ in row] for row in best], dtype=torch.float64)
@@ -104,9 +104,9 @@ def _candidates(planned: ConversionPlan, how: AllocationRecipe, budget: int, lar
     spec, own = planned.source, planned.layers[0]
     if how.split == "share":
         # R is the plan's in all layers: measured, letting it follow a layer's budget gave the gain away again.
-        rank = budget - own.rope_dim
+        rank = budget - own.rope_dim - own.key_scales
         fits = 1 <= rank <= largest_rank(spec, own.rope_dim)
-        return [MLAShape(rank, own.rope_dim, own.nope_dim, own.value_dim)] if fits else []
+        return [replace(own, kv_rank=rank)] if fits else []
     # Keys have half the source's numbers: with all slots R is half of C + R, and values need at least the other half.
     most = min(largest // 2, spec.max_rope_dim)
     if planned.recipe.decouple.slots == "one_per_pair":
@@ -114,9 +114,10 @@ def _candidates(planned: ConversionPlan, how: AllocationRecipe, budget: int, lar
     stride = how.step * -(-most // (how.step * MOST_ROPE_DIMS)) or how.step
     found = []
     for rope in sorted({*range(0, most + 1, stride), own.rope_dim}):
-        fits = 1 <= budget - rope <= largest_rank(spec, rope)
+        rank = budget - rope - own.key_scales
+        fits = 1 <= rank <= largest_rank(spec, rope)
         if fits and (rope <= budget // 2 or rope == own.rope_dim):
-            found.append(MLAShape(budget - rope, rope, own.nope_dim, own.value_dim))
+            found.append(replace(own, kv_rank=rank, rope_dim=rope))
     return found
 
 

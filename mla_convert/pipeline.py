@@ -105,7 +105,7 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
         layer = convert_layer(
             refit.source(source.attention(i)),
             statistics.layers[i] if statistics else None,
-            source.spec.rope,
+            source.spec.rope_of(i),
             planned.layers[i],
             planned.recipe,
             counts=counts,
@@ -317,7 +317,7 @@ def _rope_parameters(source: Source, planned: ConversionPlan, stride: int) -> di
     """``rope_parameters`` under which a stock class turns R/2 slots at the frequencies of the pairs 0, s, 2s, ..."""
     rope, dim = source.spec.rope, planned.layers[0].rope_dim
     if dim == rope.dim:
-        return dict(rope.parameters)
+        return {name: value for name, value in rope.parameters.items() if name != "partial_rotary_factor"}
     # theta'^(-2j/R) = inv_freq[s·j]: the plan lets only pairs in such a progression hold slots
     theta = rope.inv_freq[stride] ** (-dim / 2)
     return {"rope_type": "default", "rope_theta": theta}

@@ -98,8 +98,9 @@ def largest_rank(spec: SourceSpec, rope_dim: int) -> int:
     A bias adds one direction to the width.
     """
     width = spec.hidden_size + int(spec.key_bias or spec.value_bias)
-    keys = min(spec.max_rope_dim - rope_dim, width)
-    return min(keys + spec.max_rope_dim, width)
+    values = spec.kv_width // 2
+    keys = min(values - rope_dim, width)
+    return min(keys + values, width)
 
 
 def _shape_for_budget(
@@ -108,6 +109,9 @@ def _shape_for_budget(
     if not 0 < share <= 1:
         raise PlanError(f"a cache share of {share} is not above 0 and at most 1", "give for example --cache 0.5")
     budget = math.floor(share * spec.kv_width + 1e-9)
+    whole = budget == spec.kv_width
+    if not whole:  # all of the cache means that nothing is lost, whatever the scales of keys come on top
+        budget -= spec.key_scales
     if recipe.decouple.slots == "all":
         rope = spec.max_rope_dim
     elif recipe.decouple.rope_share is None:
@@ -116,7 +120,7 @@ def _shape_for_budget(
         step = _TILE if budget >= 8 * _TILE else 2
         wanted = _rope_share(recipe.decouple.rope_share, share) * budget
         rope = max(2, step * math.floor(wanted / step + 0.5))
-        rope = spec.max_rope_dim if budget == spec.kv_width else min(rope, spec.max_rope_dim)
+        rope = spec.max_rope_dim if whole else min(rope, spec.max_rope_dim)
         if most_slots is not None:  # the source's own frequencies, all of them, if no progression is among them
             rope = min(rope, 2 * most_slots) if most_slots else spec.rope.dim
     rank = budget - rope
@@ -145,7 +149,7 @@ def _checked(spec: SourceSpec, recipe: Recipe, rank: int, rope: int, format: Out
     if rope > spec.max_rope_dim:
         raise PlanError(
             f"a RoPE dim of {rope} is more than the source's keys have, {spec.max_rope_dim}",
-            f"give a --rope-dim of at most {spec.max_rope_dim}",
+            f"give a --rope-dim of at most {spec.max_rope_dim}" if spec.max_rope_dim else "give --rope-dim 0",
         )
     if recipe.decouple.slots == "one_per_pair" and rope > spec.rope.dim:
         raise PlanError(
@@ -165,14 +169,14 @@ def _checked(spec: SourceSpec, recipe: Recipe, rank: int, rope: int, format: Out
             + (f" beside {rope} RoPE dims" if rope else ""),
             f"give a --kv-rank of at most {most}" if rank > most else "give a --kv-rank of at least 1",
         )
-    if recipe.decouple.slots == "all" and rank < min(spec.max_rope_dim, most):
+    if recipe.decouple.slots == "all" and rank < most:
         raise PlanError(
-            f"recipe {recipe.name} truncates nothing, and a rank of {rank} is less than the values' {most}",
+            f"recipe {recipe.name} truncates nothing, and a rank of {rank} is less than the full rank {most}",
             "give --cache 1.0 with this recipe, or take another",
         )
     if format == "deepseek" and rope < 2:
         raise PlanError("the deepseek format needs RoPE dims", "give a --rope-dim of at least 2, or --format native")
-    return MLAShape(kv_rank=rank, rope_dim=rope, nope_dim=spec.head_dim, value_dim=spec.head_dim)
+    return MLAShape(rank, rope, nope_dim=spec.head_dim, value_dim=spec.head_dim, key_scales=spec.key_scales)
 
 
 def _strides(spec: SourceSpec) -> dict[int, int]:

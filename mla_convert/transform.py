@@ -17,6 +17,7 @@ from mla_convert.maths.linalg import damped_power
 from mla_convert.maths.metrics import attention_output_metric, balanced_metric, mixed_metric
 from mla_convert.maths.rope import pair_moments, pair_rows, real_operator, real_rows
 from mla_convert.mla.weights import MLAWeights
+from mla_convert.qk_norm import with_norms, without_norms
 from mla_convert.recipe import Recipe
 from mla_convert.sources.attention import AttentionWeights
 from mla_convert.spec import MLAShape, RopeSpec
@@ -73,7 +74,8 @@ def convert_layer(
 ) -> ConvertedLayer:
     """Return the layer as MLA with `shape`'s C and R.
 
-    Keys and values are stacked into y = M x + b. Key components without a slot lose their rotation, which constants
+    Where the source normalises queries and keys, what is converted are the linear maps before the norms, with the norms'
+    weights: see :func:`~mla_convert.qk_norm.without_norms`. Keys and values are stacked into y = M x + b. Key components without a slot lose their rotation, which constants
     folded into W_UQ replace; y's remaining content is projected to rank C, and biases pass through the same maps as
     one more column of M. At full rank and with all slots the result equals the source.
 
@@ -86,7 +88,8 @@ def convert_layer(
     """
     split = split_layer(source, statistics, rope, shape.rope_dim, recipe, counts=counts)
     factors, damping, held_out = _factorise(split, statistics, shape.kv_rank, recipe)
-    weights = _assemble(source, rope, split.slots, split.constants, factors, split.residual)
+    linear = without_norms(source)
+    weights = with_norms(_assemble(linear, rope, split.slots, split.constants, factors, split.residual), source)
     errors = _errors(split.slots, factors, split.content_moment, split.moment)
     return ConvertedLayer(weights, errors | held_out, damping)
 
@@ -154,6 +157,7 @@ def split_layer(
     Raises:
         StatisticsError: the recipe needs statistics that are not there.
     """
+    source = without_norms(source)
     heads, groups = source.w_q.shape[0], source.w_k.shape[0]
     substitution = _substitution(statistics, rope, recipe, groups, heads)
     moment = _moment(source, statistics, recipe)
@@ -169,6 +173,7 @@ def split_layer(
         damping=recipe.decouple.damping,
         one_per_pair=recipe.decouple.slots == "one_per_pair",
         counts=counts,
+        turning=rope.dim // 2,
     )
     residual = torch.block_diag(real_operator(slots.residual), torch.eye(half, dtype=torch.float64))
     content_moment = residual @ moment @ residual.mT
@@ -180,12 +185,15 @@ def slot_costs(
     source: AttentionWeights, statistics: LayerStatistics | None, rope: RopeSpec, recipe: Recipe
 ) -> Float[Tensor, "F G"]:
     """Return what moving each pair's components to the content path would cost, descending, in the layer's metric."""
+    source = without_norms(source)
     heads, groups = source.w_q.shape[0], source.w_k.shape[0]
     substitution = _substitution(statistics, rope, recipe, groups, heads)
     half = groups * source.w_k.shape[1]
     key_moment = pair_moments(_moment(source, statistics, recipe)[:half, :half], groups)
     root = damped_power(substitution.metric, 0.5, recipe.decouple.damping)
-    return torch.linalg.eigvalsh(root @ key_moment @ root).flip(-1).clamp_min(0.0)
+    costs = torch.linalg.eigvalsh(root @ key_moment @ root).flip(-1).clamp_min(0.0)
+    costs[rope.dim // 2 :] = 0.0
+    return costs
 
 
 def _substitution(
@@ -196,11 +204,12 @@ def _substitution(
         return Substitution(gradients.constants, replacement_metric(gradients.pair_moment, gradients.constants))
     if recipe.decouple.constants == "attention":
         seen = _seen(statistics)
-        constants = seen.mean_rotation
+        constants = seen.mean_rotation.clone()
+        constants[:, rope.dim // 2 :] = 1.0
         unmatched = seen.query_energy / seen.tokens * (1.0 - constants.abs().square()).clamp_min(0.0)
         by_group = unmatched.unflatten(0, (groups, heads // groups)).sum(1)
         return Substitution(constants, torch.diag_embed(by_group.mT).to(torch.complex128))
-    pairs = rope.dim // 2
+    pairs = len(rope.inv_freq)
     identity = torch.eye(groups, dtype=torch.complex128).repeat(pairs, 1, 1)
     return Substitution(torch.ones(heads, pairs, dtype=torch.complex128), identity)
 
@@ -276,8 +285,8 @@ def _assemble(
     factors: JointFactors,
     residual: Float[Tensor, "J J"],
 ) -> MLAWeights:
-    heads, dim, width = source.w_q.shape
-    groups = source.w_k.shape[0]
+    heads, _, query_width = source.w_q.shape
+    groups, dim, width = source.w_k.shape
     group = heads // groups
     rows = _stacked_rows(source)
     has_bias = rows.shape[1] > width
@@ -297,20 +306,22 @@ def _assemble(
     query_pairs = pair_rows(queries)
     w_qr = real_rows(back[..., None] * query_pairs[:, pairs])
     # cos and sin carry the source's attention_scaling twice in a score; content scores carry it here
-    w_uq = real_rows(constants.conj()[..., None] * query_pairs) * rope.attention_scaling**2
+    factors_F = torch.tensor(rope.factors, dtype=torch.float64).square()
+    w_uq = real_rows(factors_F[:, None] * constants.conj()[..., None] * query_pairs)
     return MLAWeights(
         w_dkv=down[:, :width],
         w_kr=w_kr[:, :width],
         w_uk=up_k.repeat_interleave(group, dim=0),
         w_uv=up_v.repeat_interleave(group, dim=0),
-        w_uq=w_uq[..., :width],
-        w_qr=w_qr[..., :width],
+        w_uq=w_uq[..., :query_width],
+        w_qr=w_qr[..., :query_width],
         w_o=source.w_o.double(),
         inv_freq=tuple(rope.inv_freq[pair] for pair in pairs),
+        pairs=tuple(pairs),
         b_dkv=down[:, width] if has_bias else None,
         b_kr=w_kr[:, width] if has_bias else None,
-        b_uq=w_uq[..., width] if source.b_q is not None else None,
-        b_qr=w_qr[..., width] if source.b_q is not None else None,
+        b_uq=w_uq[..., query_width] if source.b_q is not None else None,
+        b_qr=w_qr[..., query_width] if source.b_q is not None else None,
         b_o=None if source.b_o is None else source.b_o.double(),
     )
 

@@ -16,7 +16,7 @@ class LayerAccumulator:
 
     def __init__(self, spec: SourceSpec) -> None:
         heads, groups, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        pairs = spec.rope.dim // 2
+        pairs = dim // 2
         self.tokens = 0
         self.key_value = torch.zeros(spec.kv_width, spec.kv_width, dtype=torch.float64)
         self.attended = torch.zeros_like(self.key_value)

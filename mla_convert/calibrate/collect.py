@@ -105,6 +105,7 @@ def _stages(count: int, gradients: bool, held_out: bool) -> list[tuple[str, int]
 
 
 def _fit_constants(accumulators: list[LayerAccumulator], spec: SourceSpec) -> None:
+    turning = spec.rope.dim // 2
     for accumulator in accumulators:
         fitted = substitute_rotation(
             accumulator.pair_moment(),
@@ -113,6 +114,7 @@ def _fit_constants(accumulators: list[LayerAccumulator], spec: SourceSpec) -> No
             towards=accumulator.statistics().mean_rotation,
         )
         accumulator.constants = fitted.constants
+        accumulator.constants[:, turning:] = 1.0  # what never turned is replaced by itself
 
 
 def run_context(model: Any, window: Int[Tensor, "1 S"], backward: bool, generator: torch.Generator) -> None:
@@ -134,16 +136,22 @@ def _loss_gradient_at_hidden(model: Any, hidden: Float[Tensor, "1 S D"], generat
     The head is applied to a block of positions at a time, because logits and their gradient are the largest tensors.
     """
     head = model.get_output_embeddings()
+    scale = getattr(model.config, "logits_scale", 1.0)
+    cap = getattr(model.config, "final_logit_softcap", None)
     gradient = torch.empty_like(hidden)
     with torch.no_grad():
         for start in range(0, hidden.shape[1], 128):
             rows = slice(start, start + 128)
-            probabilities = head(hidden[0, rows]).float().softmax(-1)
+            logits = head(hidden[0, rows]).float() * scale
+            capped = logits if cap is None else cap * torch.tanh(logits / cap)
+            probabilities = capped.softmax(-1)
             if not torch.isfinite(probabilities).all():
                 raise SourceError("the source's predictions on the calibration text are not finite", _CHECK_SOURCE)
             labels = _sample(probabilities, generator)
             at_logits = probabilities.scatter_add_(1, labels, torch.full_like(probabilities[:, :1], -1.0))
-            gradient[0, rows] = at_logits.to(head.weight.dtype) @ head.weight
+            if cap is not None:
+                at_logits = at_logits * (1.0 - (capped / cap).square())
+            gradient[0, rows] = (at_logits * scale).to(head.weight.dtype) @ head.weight
     hidden.backward(gradient)
 
 
@@ -157,11 +165,14 @@ def _sample(probabilities: Float[Tensor, "S vocabulary"], generator: torch.Gener
 class _LayerRecorder:
     """Stands in for one layer's attention function, and hands what passes through it to an accumulator."""
 
-    def __init__(self, spec: SourceSpec, context: int, device: torch.device) -> None:
+    def __init__(self, spec: SourceSpec, layer: int, context: int, device: torch.device) -> None:
         self.spec = spec
+        rope = spec.rope_of(layer)
         positions = torch.arange(context, dtype=torch.float64, device=device)
-        angles = positions[:, None] * torch.tensor(spec.rope.inv_freq, dtype=torch.float64, device=device)
+        angles = positions[:, None] * torch.tensor(rope.inv_freq, dtype=torch.float64, device=device)
         self.cos, self.sin = angles.cos(), angles.sin()
+        # What the source multiplies each dim of queries and keys by when it turns them.
+        self.factors = torch.tensor(rope.factors * 2, dtype=torch.float64, device=device)
 
         self.stage = "forward"
         self.accumulator = LayerAccumulator(spec)
@@ -178,7 +189,7 @@ class _LayerRecorder:
         key, value, probe = (leaf.grad[0].double() for leaf in self.leaves if leaf.grad is not None)
         self.leaves = None
         if self.stage == "pairs":
-            key = unrotate(key, self.cos, self.sin) * self.spec.rope.attention_scaling
+            key = unrotate(key, self.cos, self.sin) * self.factors
             self.accumulator.add_pair_gradients(key, probe)
         elif self.stage == "held_out":
             self.accumulator.add_held_out_gradients(probe, value)
@@ -192,9 +203,10 @@ class _LayerRecorder:
         value: Float[Tensor, "1 G S V"],
         mask: Tensor | None,
         scaling: float,
+        softcap: float | None,
     ) -> Float[Tensor, "1 S H V"]:
         if self.stage in ("forward", "noise"):
-            weights = _weights(query, key, mask, scaling)
+            weights = _weights(query, key, mask, scaling, softcap)
             self._add_forward(query, key, value, weights)
             return _mix(weights, value)
         spec = self.spec
@@ -204,7 +216,7 @@ class _LayerRecorder:
         key.retain_grad()
         value.retain_grad()
         self.leaves = (key, value, probe)
-        content = unrotate(query, self.cos.to(query.dtype), self.sin.to(query.dtype)) * spec.rope.attention_scaling
+        content = unrotate(query, self.cos.to(query.dtype), self.sin.to(query.dtype)) * self.factors.to(query.dtype)
         if self.stage != "pairs":
             content = self.accumulator.replace_rotation(content)
         counted = False
@@ -212,7 +224,7 @@ class _LayerRecorder:
         def attention(query: Tensor, content: Tensor, key: Tensor, value: Tensor, probe: Tensor) -> Tensor:
             nonlocal counted
             both = torch.cat((query, content), dim=-1), torch.cat((_repeat(key, query), _repeat(probe, query)), dim=-1)
-            weights = _weights(*both, mask, scaling)
+            weights = _weights(*both, mask, scaling, softcap)
             if not counted:  # the backward pass comes here again
                 self._add_forward(query, key, value, weights)
                 counted = True
@@ -221,10 +233,9 @@ class _LayerRecorder:
         return checkpoint(attention, query, content, key, value, probe, use_reentrant=False, preserve_rng_state=False)
 
     def _add_forward(self, query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> None:
-        factor = self.spec.rope.attention_scaling
         with torch.no_grad():
-            plain_query = unrotate(query[0].double(), self.cos, self.sin) / factor
-            plain_key = unrotate(key[0].double(), self.cos, self.sin) / factor
+            plain_query = unrotate(query[0].double(), self.cos, self.sin) / self.factors
+            plain_key = unrotate(key[0].double(), self.cos, self.sin) / self.factors
             if self.stage == "noise":
                 self.accumulator.add_noise(plain_key, value[0].double(), weights[0])
                 return
@@ -238,8 +249,12 @@ def _repeat(x: Float[Tensor, "1 G S K"], query: Float[Tensor, "1 H S K"]) -> Flo
     return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
 
 
-def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Float[Tensor, "1 H S S"]:
+def _weights(
+    query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+) -> Float[Tensor, "1 H S S"]:
     scores = query @ _repeat(key, query).transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     return torch.softmax(scores if mask is None else scores + mask, dim=-1, dtype=torch.float32).to(query.dtype)
 
 
@@ -248,9 +263,19 @@ def _mix(weights: Float[Tensor, "1 H S S"], value: Float[Tensor, "1 G S V"]) -> 
 
 
 def _calibration_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **_: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    score_bias: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
-    return module.calibration_recorder.attend(query, key, value, attention_mask, scaling), None
+    if score_bias is not None:
+        attention_mask = score_bias if attention_mask is None else attention_mask + score_bias
+    return module.calibration_recorder.attend(query, key, value, attention_mask, scaling, softcap), None
 
 
 @contextmanager
@@ -261,7 +286,7 @@ def _recording(model: Any, spec: SourceSpec, context: int) -> Iterator[list[_Lay
     before = model.config._attn_implementation
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     attentions = [layer.self_attn for layer in model.base_model.layers]
-    recorders = [_LayerRecorder(spec, context, model.device) for _ in attentions]
+    recorders = [_LayerRecorder(spec, i, context, model.device) for i in range(len(attentions))]
     try:
         model.set_attn_implementation(IMPLEMENTATION)
         for parameter in trained:

@@ -40,7 +40,8 @@ def _products(attention: Any) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     heads, rank = attention.num_heads, attention.kv_lora_rank
     nope, rope, value = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.v_head_dim
     down, up = _sides(attention.kv_a_proj_with_mqa), attention.kv_b_proj.weight
-    query = [part.unflatten(0, (heads, nope + rope)) for part in _sides(attention.q_proj)]
+    projection = attention.q_proj if hasattr(attention, "q_proj") else attention.q_b_proj
+    query = [part.unflatten(0, (heads, nope + rope)) for part in _sides(projection)]
     up_HJC = up.view(heads, nope + value, rank)
 
     yield [part[:rank] for part in down], [up.t()]

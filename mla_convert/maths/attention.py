@@ -15,6 +15,37 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class ScoreChanges:
+    """What some families do to scores that are already scaled, in this order; the defaults change nothing.
+
+    Attributes:
+        key_scale: a factor on every head's score of a token, 1/rms of normalised keys.
+        softcap: cap·tanh(score / cap).
+        slopes: ALiBi's: adds slope·t for the cached token t (Press et al., 2022, up to a constant of the softmax).
+        window: how many tokens up to itself a query sees; None for all.
+    """
+
+    key_scale: Float[Tensor, "B H T"] | None = None
+    softcap: float | None = None
+    slopes: Float[Tensor, " H"] | None = None
+    window: int | None = None
+
+    def apply(self, logits_BHST: Tensor) -> Tensor:
+        """Return the changed scores, [B H S T]."""
+        if self.key_scale is not None:
+            logits_BHST = logits_BHST * self.key_scale.to(torch.float64).unsqueeze(2)
+        if self.softcap is not None:
+            logits_BHST = self.softcap * torch.tanh(logits_BHST / self.softcap)
+        if self.slopes is not None:
+            position_T = torch.arange(logits_BHST.shape[-1], dtype=torch.float64, device=logits_BHST.device)
+            logits_BHST = logits_BHST + (self.slopes.to(torch.float64)[:, None] * position_T).unsqueeze(1)
+        return logits_BHST
+
+
+UNCHANGED = ScoreChanges()
+
+
+@dataclass(frozen=True)
 class AttentionTrace:
     """What one attention layer computed, all in float64.
 
@@ -29,11 +60,14 @@ class AttentionTrace:
     outputs: Tensor
 
 
-def causal_mask(queries: int, cached: int, device: torch.device | None = None) -> Bool[Tensor, "S T"]:
+def causal_mask(
+    queries: int, cached: int, device: torch.device | None = None, window: int | None = None
+) -> Bool[Tensor, "S T"]:
     """Return which cached tokens each query sees, the queries being the last ``queries`` of ``cached`` tokens."""
     position_S1 = torch.arange(cached - queries, cached, device=device).unsqueeze(1)
     position_1T = torch.arange(cached, device=device).unsqueeze(0)
-    return position_1T <= position_S1
+    seen_ST = position_1T <= position_S1
+    return seen_ST if window is None else seen_ST & (position_1T > position_S1 - window)
 
 
 def naive_attention(
@@ -44,6 +78,7 @@ def naive_attention(
     w_uk: Float[Tensor, "H N C"],
     w_uv: Float[Tensor, "H V C"],
     scale: float,
+    changes: ScoreChanges = UNCHANGED,
 ) -> AttentionTrace:
     """Return attention with every head's keys and values rebuilt from the latent (expanded form).
 
@@ -56,8 +91,8 @@ def naive_attention(
     k_rope_BHTR = k_rope.unsqueeze(1).expand(-1, w_uk.shape[0], -1, -1)
     q_BHSK = torch.cat([q_nope, q_rope], dim=-1)
     k_BHTK = torch.cat([k_nope_BHTN, k_rope_BHTR], dim=-1)
-    logits_BHST = scale * torch.einsum("bhsk,bhtk->bhst", q_BHSK, k_BHTK)
-    weights_BHST = _masked_softmax(logits_BHST)
+    logits_BHST = changes.apply(scale * torch.einsum("bhsk,bhtk->bhst", q_BHSK, k_BHTK))
+    weights_BHST = _masked_softmax(logits_BHST, changes.window)
     outputs_BSHV = torch.einsum("bhst,bhtv->bshv", weights_BHST, v_BHTV)
     return AttentionTrace(logits_BHST, weights_BHST, outputs_BSHV)
 
@@ -70,13 +105,14 @@ def absorbed_attention(
     w_uk: Float[Tensor, "H N C"],
     w_uv: Float[Tensor, "H V C"],
     scale: float,
+    changes: ScoreChanges = UNCHANGED,
 ) -> AttentionTrace:
     """Return the same attention with no key or value ever rebuilt (absorbed form).
 
     q_latent,h = W_UK,hᵀ q_nope,h scores directly against c_kv; W_UV,h is applied once a query, to the weighted sum
     of latents. Equal to `naive_attention` by associativity.
     """
-    latents_BSHC, logits_BHST, weights_BHST = _attend_latent(q_nope, q_rope, c_kv, k_rope, w_uk, scale)
+    latents_BSHC, logits_BHST, weights_BHST = _attend_latent(q_nope, q_rope, c_kv, k_rope, w_uk, scale, changes)
     outputs_BSHV = torch.einsum("hvc,bshc->bshv", w_uv.to(torch.float64), latents_BSHC)
     return AttentionTrace(logits_BHST, weights_BHST, outputs_BSHV)
 
@@ -94,20 +130,26 @@ def latent_attention(
 
 
 def _attend_latent(
-    q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, w_uk: Tensor, scale: float
+    q_nope: Tensor,
+    q_rope: Tensor,
+    c_kv: Tensor,
+    k_rope: Tensor,
+    w_uk: Tensor,
+    scale: float,
+    changes: ScoreChanges = UNCHANGED,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q_nope, q_rope, c_kv, k_rope, w_uk = _float64(q_nope, q_rope, c_kv, k_rope, w_uk)
     q_latent_BHSC = torch.einsum("hnc,bhsn->bhsc", w_uk, q_nope)
     content_BHST = torch.einsum("bhsc,btc->bhst", q_latent_BHSC, c_kv)
     rope_BHST = torch.einsum("bhsr,btr->bhst", q_rope, k_rope)
-    logits_BHST = scale * (content_BHST + rope_BHST)
-    weights_BHST = _masked_softmax(logits_BHST)
+    logits_BHST = changes.apply(scale * (content_BHST + rope_BHST))
+    weights_BHST = _masked_softmax(logits_BHST, changes.window)
     latents_BSHC = torch.einsum("bhst,btc->bshc", weights_BHST, c_kv)
     return latents_BSHC, logits_BHST, weights_BHST
 
 
-def _masked_softmax(logits_BHST: Tensor) -> Tensor:
-    mask_ST = causal_mask(logits_BHST.shape[-2], logits_BHST.shape[-1], logits_BHST.device)
+def _masked_softmax(logits_BHST: Tensor, window: int | None = None) -> Tensor:
+    mask_ST = causal_mask(logits_BHST.shape[-2], logits_BHST.shape[-1], logits_BHST.device, window)
     return logits_BHST.masked_fill(~mask_ST, float("-inf")).softmax(dim=-1)
 
 

@@ -47,6 +47,7 @@ def choose_slots(
     damping: float,
     one_per_pair: bool = False,
     counts: Sequence[int] | None = None,
+    turning: int | None = None,
 ) -> KeySlots:
     """Return the `num_slots` components that are costliest to take off their rotation.
 
@@ -61,6 +62,7 @@ def choose_slots(
         damping: share of the metric's mean eigenvalue added to it.
         one_per_pair: at most one slot for each pair.
         counts: how many slots each pair holds, where a target prescribes it; they then come in the pairs' order.
+        turning: how many pairs turn, the first ones (None: all); the others lose nothing and get no slot.
 
     Raises:
         ValueError: `counts` does not add up to `num_slots`, or there are fewer components than slots.
@@ -69,6 +71,8 @@ def choose_slots(
     root, inverse_root = damped_powers(metric, (0.5, -0.5), damping)
     costs, vectors = torch.linalg.eigh(hermitian(root @ key_moment @ root))
     costs = costs.clamp_min(0.0)
+    turning = num_pairs if turning is None else turning
+    costs[turning:] = 0.0
     mixes = (vectors.mH @ root).to(torch.complex128)  # [F components G]
     unmixes = (inverse_root @ vectors).mT.to(torch.complex128)  # [F components G]
 
@@ -77,7 +81,7 @@ def choose_slots(
     most = [1 if one_per_pair else heads] * num_pairs if counts is None else counts
     candidates = [
         (costs[pair, component].item(), pair, component)
-        for pair in range(num_pairs)
+        for pair in range(turning)
         for component in range(heads - 1, heads - 1 - most[pair], -1)
     ]
     if len(candidates) < num_slots:

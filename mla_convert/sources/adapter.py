@@ -233,6 +233,10 @@ class DenseAdapter(Adapter):
         """The rotary embedding of each layer where layers differ; None unless the family says otherwise."""
         return None
 
+    def hidden_act(self, config: PretrainedConfig) -> str:
+        """The activation of the feed-forward block, as transformers names it."""
+        return config.hidden_act
+
     def norm_eps(self, config: PretrainedConfig) -> float:
         """The eps of the block's norms."""
         return config.rms_norm_eps
@@ -263,7 +267,7 @@ class DenseAdapter(Adapter):
             rope=self.rope(config, head_dim),
             attention_scale=self.attention_scale(config, head_dim),
             rms_norm_eps=self.norm_eps(config),
-            hidden_act=getattr(config, "hidden_act", None) or config.hidden_activation,
+            hidden_act=self.hidden_act(config),
             max_position_embeddings=config.max_position_embeddings,
             query_bias=biases.query,
             key_bias=biases.key,
@@ -287,7 +291,8 @@ class DenseAdapter(Adapter):
             for name, shape in self.attention_tensors(spec):
                 yield f"{prefix}self_attn.{name}", Converted(layer), shape
             for name, target in self.norms.items():
-                yield from _norm(prefix + name, prefix + target, spec, layer)
+                if target != "post_attention_layernorm" or not spec.block.shared_input_norm:
+                    yield from _norm(prefix + name, prefix + target, spec, layer)
             yield from self.mlp_tensors(spec, layer)
         yield from _norm("model.norm", "model.norm", spec, None)
         if not spec.tie_word_embeddings:
@@ -332,10 +337,12 @@ class DenseAdapter(Adapter):
         """Add the norms of queries and keys; ``read`` gives a tensor of the layer's attention."""
         heads, groups, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         offset = spec.block.norm_offset
+        assert spec.qk_norm is not None  # or there would be nothing to read
         return replace(
             weights,
             query_norm=(read("q_norm.weight").float() + offset).view(-1, dim).expand(heads, dim),
             key_norm=(read("k_norm.weight").float() + offset).view(-1, dim).expand(groups, dim),
+            norm_scope=spec.qk_norm.scope,
         )
 
 

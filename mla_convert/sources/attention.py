@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -19,7 +20,8 @@ class AttentionWeights:
 
     Attributes:
         query_norm, key_norm: the weights of the norms of queries and keys, where the source has them: what is scored is
-            (W x + b) divided by its root mean square (see :class:`~mla_convert.spec.QKNormSpec`), times the weight.
+            (W x + b) divided by its root mean square, times the weight.
+        norm_scope: what the root mean square is over: see :class:`~mla_convert.spec.QKNormSpec`.
     """
 
     w_q: Float[Tensor, "H K D"]
@@ -32,6 +34,7 @@ class AttentionWeights:
     b_o: Float[Tensor, " D"] | None
     query_norm: Float[Tensor, "H K"] | None = None
     key_norm: Float[Tensor, "G K"] | None = None
+    norm_scope: Literal["head", "all"] = "head"
 
 
 def rotate_half_order(weights: AttentionWeights, rope: RopeSpec) -> AttentionWeights:

@@ -36,9 +36,13 @@ def layer(*, biased: bool = False) -> MLAWeights:
 def answer(weights: MLAWeights) -> torch.Tensor:
     class Spec:
         attention_scale = 0.3
-        rope = RopeSpec(dim=6, inv_freq=SLOTS)
+        qk_norm = alibi_slopes = attention_softcap = None
+        windows = (None,)
 
-    return PaperAttention(weights, Spec())(normal(2, 9, 12, seed=12))[0]  # type: ignore[arg-type]
+        def rope_of(self, layer: int) -> RopeSpec:
+            return RopeSpec(dim=6, inv_freq=SLOTS)
+
+    return PaperAttention(weights, Spec(), 0)(normal(2, 9, 12, seed=12))[0]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("biased", [False, True])
