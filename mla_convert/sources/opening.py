@@ -10,9 +10,12 @@ from mla_convert.errors import SourceError, UnsupportedArchitectureError
 from mla_convert.sources.adapter import Adapter
 from mla_convert.sources.checkpoint import Checkpoint
 from mla_convert.sources.companions import Companions, FolderCompanions, GGUFCompanions
+from mla_convert.sources.fp8_checkpoint import open_float8
 from mla_convert.sources.gguf_config import INTERLEAVED, gguf_architecture, gguf_config
 from mla_convert.sources.gguf_reader import GGUFCheckpoint, open_reader
-from mla_convert.sources.registry import adapter_for
+from mla_convert.sources.quantisation import refuse_quantised
+from mla_convert.sources.refusals import adapter_folder, refuse_architecture
+from mla_convert.sources.registry import adapter_for, known_architectures
 from mla_convert.sources.resolve import resolve
 from mla_convert.sources.safetensors_reader import has_safetensors, open_safetensors
 from mla_convert.sources.source import Source
@@ -43,7 +46,7 @@ def _gguf_of_folder(folder: Path) -> Path | None:
     Raises:
         SourceError: the folder holds no model, or several GGUF files.
     """
-    if has_safetensors(folder) and (folder / "config.json").is_file():
+    if has_safetensors(folder) and (folder / "config.json").is_file() and not _only_adapter(folder):
         return None
     files = sorted(folder.glob("*.gguf"))
     if len(files) == 1:
@@ -52,9 +55,7 @@ def _gguf_of_folder(folder: Path) -> Path | None:
         shown = ", ".join(file.name for file in files[:4])
         raise SourceError(f"'{folder}' holds {len(files)} GGUF files: {shown}", "give the path of one of them")
     if (folder / "adapter_config.json").is_file():
-        raise SourceError(
-            f"'{folder}' holds a PEFT adapter, not a model", "merge the adapter into its base model first"
-        )
+        raise adapter_folder(folder)
     if not (folder / "config.json").is_file():
         raise SourceError(f"'{folder}' has no config.json", "give the folder of a Hugging Face model, or a GGUF file")
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
@@ -68,6 +69,12 @@ def _gguf_of_folder(folder: Path) -> Path | None:
     )
 
 
+def _only_adapter(folder: Path) -> bool:
+    """Whether what lies there are an adapter's weights, even if a config.json was saved beside them."""
+    files = {file.name for file in folder.glob("*.safetensors")}
+    return files == {"adapter_model.safetensors"} and (folder / "adapter_config.json").is_file()
+
+
 def _open_folder(ref: str, folder: Path) -> Source:
     fields = _read_config(folder / "config.json")
     architectures = fields.get("architectures") or []
@@ -75,13 +82,13 @@ def _open_folder(ref: str, folder: Path) -> Source:
         raise UnsupportedArchitectureError(
             f"'{folder / 'config.json'}' names no architecture", "add the model's class to `architectures`"
         )
-    if fields.get("quantization_config") is not None:
-        raise UnsupportedArchitectureError(
-            "the checkpoint is quantised (its config has a quantization_config)",
-            "use the unquantised checkpoint of the same model, or a GGUF file",
-        )
-    adapter = adapter_for(str(architectures[0]))
-    return _open(ref, adapter, fields, open_safetensors(folder), FolderCompanions(folder))
+    refuse_architecture(fields, known_architectures())
+    refuse_quantised(fields, folder)
+    stored = open_safetensors(folder)
+    # Taken out, or transformers would quantise what is read here.
+    quantisation = fields.pop("quantization_config", None) or fields.pop("compression_config", None)
+    checkpoint = open_float8(stored, quantisation) if quantisation else stored
+    return _open(ref, adapter_for(str(architectures[0])), fields, checkpoint, FolderCompanions(folder))
 
 
 def _open_gguf(ref: str, path: Path) -> Source:

@@ -22,6 +22,8 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# Types of eight bits, in which weights and their scales are stored; what they stand for takes both.
+FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 _FETCH_AGAIN = "fetch the file again; it is incomplete or damaged"
 
 
@@ -58,17 +60,28 @@ class SafetensorsCheckpoint:
         Raises:
             SourceError: the checkpoint holds no such tensor, or it is in a dtype that is not a plain float.
         """
+        return self._read(name, _DTYPES)
+
+    def read_any(self, name: str) -> Tensor:
+        """One tensor, copied out of the file in the dtype it is stored in, which may be a float of eight bits.
+
+        Raises:
+            SourceError: the checkpoint holds no such tensor, or it is in a dtype that is not a float.
+        """
+        return self._read(name, _DTYPES | FLOAT8)
+
+    def _read(self, name: str, dtypes: dict[str, str]) -> Tensor:
         if name not in self._entries:
             raise SourceError(f"the checkpoint holds no tensor '{name}'", "check the name against `tensor_names()`")
         entry = self._entries[name]
-        if entry.stored not in _DTYPES:
+        if entry.stored not in dtypes:
             raise SourceError(
                 f"tensor '{name}' in '{entry.path.name}' is stored as {entry.stored}",
                 "use an unquantised checkpoint (float32, bfloat16 or float16)",
             )
         # Read, not mapped: of a mapped file the pages that are copied from would count as this process's memory too.
         try:
-            tensor = torch.empty(entry.shape, dtype=getattr(torch, _DTYPES[entry.stored]))
+            tensor = torch.empty(entry.shape, dtype=getattr(torch, dtypes[entry.stored]))
             memory: Any = tensor.flatten().view(torch.uint8).numpy()
             with entry.path.open("rb") as file:
                 file.seek(entry.start)
