@@ -15,14 +15,24 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -95,6 +105,84 @@ def tiny_qwen2(
     common = sizes(kind, tied)
     del common["head_dim"]  # the family's config has no such field; it is D/H
     return randomised(Qwen2ForCausalLM, Qwen2Config(**{**common, **windows, **fields}), dtype, seed)
+
+
+def tiny_qwen3(
+    kind: str = "GQA",
+    *,
+    window: int | None = None,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **fields: Any,
+) -> PreTrainedModel:
+    """A random ``Qwen3ForCausalLM``, with norms of query and key heads; ``window`` holds from the second layer on."""
+    windows = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 1}
+    config = Qwen3Config(**{**sizes(kind, tied), **windows, **fields})
+    return randomised(Qwen3ForCausalLM, config, dtype, seed)
+
+
+def tiny_phi3(
+    kind: str = "GQA",
+    *,
+    window: int | None = None,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **fields: Any,
+) -> PreTrainedModel:
+    """A random ``Phi3ForCausalLM``, with fused projections and a window in every layer, or none."""
+    common = sizes(kind, tied)
+    del common["head_dim"]  # the family's config has no such field; it is D/H
+    return randomised(Phi3ForCausalLM, Phi3Config(**{**common, "sliding_window": window, **fields}), dtype, seed)
+
+
+def tiny_gemma2(
+    kind: str = "GQA",
+    *,
+    window: int = 8,
+    tied: bool = True,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **fields: Any,
+) -> PreTrainedModel:
+    """A random ``Gemma2ForCausalLM``: window and none in turn, caps that bend scores and logits, a scale of its own."""
+    own = {"sliding_window": window, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
+    config = Gemma2Config(**{**sizes(kind, tied), **own, "query_pre_attn_scalar": 24, **fields})
+    return randomised(Gemma2ForCausalLM, config, dtype, seed, norm_weight=0.0)
+
+
+def tiny_gemma3(
+    kind: str = "GQA",
+    *,
+    window: int = 8,
+    tied: bool = True,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **fields: Any,
+) -> PreTrainedModel:
+    """A random ``Gemma3ForCausalLM`` of three layers: two with a window, and one without, whose RoPE is slower."""
+    own = {
+        "num_hidden_layers": 3,
+        "sliding_window": window,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+        },
+    }
+    config = Gemma3TextConfig(**{**sizes(kind, tied), **own, **fields})
+    return randomised(Gemma3ForCausalLM, config, dtype, seed, norm_weight=0.0)
+
+
+def tiny_olmo2(
+    kind: str = "GQA", *, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any
+) -> PreTrainedModel:
+    """A random ``Olmo2ForCausalLM``, with output norms and norms of all queries and of all keys together."""
+    common = sizes(kind, tied)
+    del common["head_dim"]  # the family's config has no such field; it is D/H
+    return randomised(Olmo2ForCausalLM, Olmo2Config(**{**common, **fields}), dtype, seed)
 
 
 def save_source(model: PreTrainedModel, folder: Path, shards: int = 1) -> Path:

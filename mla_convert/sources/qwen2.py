@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mla_convert.errors import UnsupportedArchitectureError
 from mla_convert.sources.adapter import Biases, DenseAdapter
+from mla_convert.sources.layer_types import windows_by_layer_type
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -35,16 +35,7 @@ class Qwen2Adapter(DenseAdapter):
     def biases(self, config: PretrainedConfig) -> Biases:
         return Biases(query=True, key=True, value=True)
 
-    def check(self, config: PretrainedConfig) -> None:
-        super().check(config)
-        unknown = set(config.layer_types) - {"full_attention", "sliding_attention"}
-        if unknown:
-            raise UnsupportedArchitectureError(
-                f"config.json has layer_types {sorted(unknown)}",
-                "use a checkpoint whose layers are full_attention or sliding_attention",
-            )
-
     def windows(self, config: PretrainedConfig) -> tuple[int | None, ...]:
         # The config class clears sliding_window unless use_sliding_window is set, and turns max_window_layers into
         # layer_types.
-        return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+        return windows_by_layer_type(config)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from mla_convert.errors import UnsupportedArchitectureError
 from mla_convert.sources.adapter import Adapter
+from mla_convert.sources.gemma2 import Gemma2Adapter
+from mla_convert.sources.gemma3 import Gemma3Adapter
 from mla_convert.sources.llama import LlamaAdapter
 from mla_convert.sources.mistral import MistralAdapter
+from mla_convert.sources.olmo2 import Olmo2Adapter
+from mla_convert.sources.phi3 import Phi3Adapter
 from mla_convert.sources.qwen2 import Qwen2Adapter
+from mla_convert.sources.qwen3 import Qwen3Adapter
+from mla_convert.sources.refusals import unknown_architecture
 
-ADAPTERS: tuple[type[Adapter], ...] = (LlamaAdapter, MistralAdapter, Qwen2Adapter)
+ADAPTERS: tuple[type[Adapter], ...] = (
+    LlamaAdapter,
+    MistralAdapter,
+    Qwen2Adapter,
+    Qwen3Adapter,
+    Phi3Adapter,
+    Gemma2Adapter,
+    Gemma3Adapter,
+    Olmo2Adapter,
+)
 
 
 def known_architectures() -> tuple[str, ...]:
@@ -25,7 +39,4 @@ def adapter_for(architecture: str) -> Adapter:
     for adapter in ADAPTERS:
         if adapter.architecture == architecture:
             return adapter()
-    raise UnsupportedArchitectureError(
-        f"no source adapter for '{architecture}'",
-        f"use one of {', '.join(known_architectures())}; docs/add-a-model.md shows how to add one",
-    )
+    raise unknown_architecture(architecture, known_architectures())

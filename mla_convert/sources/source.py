@@ -84,7 +84,12 @@ class Source:
         """The source as transformers' own class, in evaluation mode, its weights read tensor by tensor.
 
         At its peak it holds one copy of the weights in ``dtype`` and one tensor as it is stored.
+
+        Args:
+            attn_implementation: ``sdpa`` becomes ``eager`` where scores are capped or the class has no other.
         """
+        if self.spec.attention_softcap is not None and attn_implementation == "sdpa":
+            attn_implementation = "eager"  # transformers 5.17's sdpa leaves the cap out without a word
         return build_model(
             self._adapter.model_class(),
             self.config,
