@@ -70,7 +70,7 @@ def _loading(output_format: str) -> str:
     if output_format == "native":
         arguments, remark = (
             "folder, trust_remote_code=True",
-            "The model class lies beside the weights (`configuration_mla.py`, `attention_mla.py`, `modeling_mla.py`).",
+            "The model class lies beside the weights, in the files that end in `_mla.py`.",
         )
     else:
         arguments, remark = "folder", "The model class is transformers' own `DeepseekV3ForCausalLM`."

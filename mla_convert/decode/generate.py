@@ -128,9 +128,10 @@ def generate_batch(
     _check_positions(model, encoded, max_new_tokens)
     if not getattr(model, "supports_paged_cache", False):
         if cache is not None or cache_dtype != "auto":
+            reason = getattr(model.config, "reason_against_paging", None)
             raise UsageError(
-                f"{type(model).__name__} does not decode on a paged cache",
-                "leave the cache's options out, or convert with --format native",
+                f"{type(model).__name__} does not decode on a paged cache" + ("" if reason is None else f": {reason}"),
+                "leave the cache's options out" + (", or convert with --format native" if reason is None else ""),
             )
         if on_start is not None:
             on_start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +14,12 @@ from torch import Tensor
 
 from mla_convert.errors import FormatError, SourceError
 from mla_convert.mla import MLAConfig, MLAForCausalLM, MLAWeights
-from mla_convert.mla.names import TABLE, from_hf
+from mla_convert.mla.names import NORMED_TABLE, TABLE, from_hf
 from mla_convert.sources import Part
 from mla_convert.sources.checkpoint import main_dtype
 from mla_convert.sources.companions import FolderCompanions, save_tokenizer
 from mla_convert.sources.safetensors_reader import open_safetensors
-from mla_convert.spec import MLAShape, RopeSpec, SourceSpec
+from mla_convert.spec import BlockSpec, MLAShape, QKNormSpec, RopeSpec, RopeUpdate, SourceSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +48,8 @@ class ConvertedModel:
     def spec(self) -> SourceSpec:
         """The model as a source of other formats: as many KV heads as query heads, each of N dims.
 
-        ``rope`` is that of layer 0; layers may turn at frequencies of their own (see :meth:`layer`).
+        ``rope`` is that of layer 0; layers may turn at frequencies of their own (see :meth:`layer`). What queries' and
+        keys' norms are taken of are not these heads: :attr:`shapes` says how many numbers of keys' norms are cached.
         """
         return self._spec
 
@@ -69,6 +71,7 @@ class ConvertedModel:
                 dim=c.rope_dim_of(0),
                 inv_freq=self.frequencies[0],
                 attention_scaling=c.rope_attention_scaling,
+                update=_rope_update(c),
             ),
             attention_scale=c.attention_scale,
             rms_norm_eps=c.rms_norm_eps,
@@ -82,14 +85,18 @@ class ConvertedModel:
             tie_word_embeddings=c.tie_word_embeddings,
             windows=tuple(windows) or (None,) * c.num_hidden_layers,
             dtype=main_dtype(self._checkpoint),
+            block=_block(c),
+            attention_softcap=c.attention_softcap,
+            alibi_slopes=None if c.alibi_slopes is None else tuple(c.alibi_slopes),
+            qk_norm=None if c.qk_norm is None else QKNormSpec(c.qk_norm, c.qk_norm_eps),
         )
 
     @property
     def shapes(self) -> tuple[MLAShape, ...]:
-        """C, R, N and V of each layer."""
+        """C, R, N, V and the number of key scales of each layer."""
         c = self.config
         return tuple(
-            MLAShape(c.kv_rank_of(i), c.rope_dim_of(i), c.qk_nope_head_dim, c.v_head_dim)
+            MLAShape(c.kv_rank_of(i), c.rope_dim_of(i), c.qk_nope_head_dim, c.v_head_dim, c.key_scales)
             for i in range(c.num_hidden_layers)
         )
 
@@ -118,10 +125,18 @@ class ConvertedModel:
         """
         prefix = f"model.layers.{index}{_ATTENTION}"
         names = set(self._checkpoint.names())
-        tensors = {name: self.tensor(prefix + name) for name in TABLE if prefix + name in names}
+        c = self.config
+        table = TABLE if c.qk_norm is None else NORMED_TABLE
+        tensors = {name: self.tensor(prefix + name) for name in table if prefix + name in names}
+        query_norms = {None: 0, "all": 1, "head": c.num_attention_heads}[c.qk_norm]
         try:
             return from_hf(
-                tensors, self.shapes[index], self.config.num_attention_heads, inv_freq=self.frequencies[index]
+                tensors,
+                self.shapes[index],
+                c.num_attention_heads,
+                inv_freq=self.frequencies[index],
+                query_norms=query_norms,
+                pairs=None if c.rope_pairs is None else tuple(c.rope_pairs[index]),
             )
         except (KeyError, ValueError, RuntimeError) as error:
             raise SourceError(
@@ -155,6 +170,19 @@ class ConvertedModel:
         self._companions.save_others(self.config, folder)
 
 
+def _block(config: MLAConfig) -> BlockSpec:
+    named = {field.name: getattr(config, field.name) for field in fields(BlockSpec)}
+    expert_layers = None if config.expert_layers is None else tuple(config.expert_layers)
+    return BlockSpec(**named | {"expert_layers": expert_layers})
+
+
+def _rope_update(config: MLAConfig) -> RopeUpdate | None:
+    if config.rope_update is None:
+        return None
+    named = {field.name: config.rope_update[field.name] for field in fields(RopeUpdate)}
+    return RopeUpdate(**named | {"inv_freq": tuple(named["inv_freq"])})
+
+
 def open_converted(folder: Path) -> ConvertedModel:
     """Open a folder that convert or heal wrote in the native format; reads its config and tensor headers only.
 
@@ -167,8 +195,8 @@ def open_converted(folder: Path) -> ConvertedModel:
     if not path.is_file():
         raise SourceError(f"{folder} has no config.json", "name a folder that `mla-convert convert` wrote")
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        model_type = fields.get("model_type")
+        stated = json.loads(path.read_text(encoding="utf-8"))
+        model_type = stated.get("model_type")
     except (OSError, ValueError, AttributeError) as error:
         raise SourceError(f"{path} is not a JSON object: {error}", "convert the model again") from error
     if model_type != MLAConfig.model_type:
@@ -177,7 +205,7 @@ def open_converted(folder: Path) -> ConvertedModel:
             "convert the source with --format native, and export what that writes",
         )
     try:
-        config = MLAConfig.from_dict(fields)
+        config = MLAConfig.from_dict(stated)
         with torch.device("meta"):
             asked_for = MLAForCausalLM(config).state_dict()
     except Exception as error:  # transformers' config validation raises errors of no common kind

@@ -12,8 +12,17 @@ import torch
 from mla_convert.errors import FormatError
 from mla_convert.export.carried import common_config, common_names, copied_tensors
 from mla_convert.export.shards import ShardWriter
-from mla_convert.mla import MLAConfig, MLAForCausalLM, MLAWeights, attention_mla, configuration_mla, modeling_mla
+from mla_convert.mla import (
+    MLAConfig,
+    MLAForCausalLM,
+    MLAWeights,
+    attention_mla,
+    blocks_mla,
+    configuration_mla,
+    modeling_mla,
+)
 from mla_convert.mla.names import to_hf
+from mla_convert.mla.spec_fields import attention_fields, block_fields, rope_fields
 from mla_convert.progress import Progress, silent
 from mla_convert.sources import Source
 from mla_convert.spec import MLAShape, SourceSpec
@@ -42,15 +51,17 @@ def write_native(
     `shape` is that of every layer, or there is one for each.
 
     Raises:
-        FormatError: the source has sliding windows of different lengths.
+        FormatError: the source has sliding windows of different lengths, or layers' RoPE differs in more than its
+            frequencies.
         OutputError: the folder cannot be written.
         ValueError: a layer is missing or of another shape, or only some layers have a bias.
     """
     progress = progress or silent
     _layer_types(source.spec)
+    rope_fields(source.spec, [()] * source.spec.num_layers)
     shapes = _by_layer(shape, source.spec)
     written: dict[int, frozenset[str]] = {}
-    frequencies: dict[int, list[float]] = {}
+    slots: dict[int, tuple[list[float], tuple[int, ...] | None]] = {}
     with ShardWriter(folder, max_shard_size) as writer:
         for name, tensor in copied_tensors(source, None, dtype):
             writer.add(name, tensor)
@@ -62,13 +73,16 @@ def write_native(
                 writer.add(f"model.layers.{i}.self_attn.{name}", tensor.to(dtype))
             for name, tensor in copied_tensors(source, i, dtype):
                 writer.add(name, tensor)
-            written[i], frequencies[i] = frozenset(tensors), list(weights.inv_freq)
+            written[i], slots[i] = frozenset(tensors), (list(weights.inv_freq), weights.pairs)
             del weights, tensors  # or they would live on while the next layer is made
             progress("write", len(written), source.spec.num_layers)
     names = common_names(written, source.spec.num_layers)
-    rope_inv_freq = [frequencies[i] for i in range(source.spec.num_layers)]
-    native_config(source, shapes, dtype=dtype, names=names, rope_inv_freq=rope_inv_freq).save_pretrained(folder)
-    for module in (configuration_mla, attention_mla, modeling_mla):
+    frequencies, pairs = zip(*(slots[i] for i in range(source.spec.num_layers)), strict=True)
+    config = native_config(
+        source, shapes, dtype=dtype, names=names, rope_inv_freq=list(frequencies), rope_pairs=list(pairs)
+    )
+    config.save_pretrained(folder)
+    for module in (configuration_mla, attention_mla, blocks_mla, modeling_mla):
         shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
     source.save_companions(folder)
 
@@ -80,11 +94,16 @@ def native_config(
     dtype: torch.dtype,
     names: frozenset[str],
     rope_inv_freq: list[list[float]],
+    rope_pairs: Sequence[tuple[int, ...] | None],
 ) -> MLAConfig:
     """Return the native config of layers that hold the tensors `names` and turn at `rope_inv_freq` [layers, R/2].
 
+    Args:
+        rope_pairs: which pair of a source head each slot turns as, by layer; needed where RoPE changes with length.
+
     Raises:
-        ValueError: layers differ in their content or value dims.
+        FormatError: layers' RoPE differs in more than its frequencies.
+        ValueError: layers differ in their content or value dims, or pairs that are needed are not known.
     """
     spec = source.spec
     shapes = _by_layer(shape, spec)
@@ -104,19 +123,17 @@ def native_config(
         "kv_lora_ranks": None if alike else ranks,
         "qk_rope_head_dims": None if alike else rope_dims,
         "rope_inv_freq": rope_inv_freq,
-        "rope_attention_scaling": spec.rope.attention_scaling,
-        "attention_scale": spec.attention_scale,
-        "rms_norm_eps": spec.rms_norm_eps,
         "max_position_embeddings": spec.max_position_embeddings,
-        "query_bias": "q_proj.bias" in names,
+        "query_bias": not names.isdisjoint(("q_proj.bias", "q_a_proj.bias")),
+        "key_norm_bias": "k_norm_proj.bias" in names,
         "latent_bias": "kv_a_proj_with_mqa.bias" in names,
         "output_bias": "o_proj.bias" in names,
-        "mlp_bias": spec.mlp_bias,
         "layer_types": layer_types,
         "sliding_window": window,
         "tie_word_embeddings": spec.tie_word_embeddings,
     }
-    return MLAConfig(**fields, **common_config(source))
+    described = attention_fields(spec) | block_fields(spec) | rope_fields(spec, rope_pairs)
+    return MLAConfig(**common_config(source) | fields | described)
 
 
 def _by_layer(shape: MLAShape | Sequence[MLAShape], spec: SourceSpec) -> tuple[MLAShape, ...]:

@@ -12,17 +12,16 @@ from dataclasses import fields
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_mla import ATTENTION_MODES, DecodeBackend, MLAAttention, check_decode_backend, choose_decode_backend
+from .blocks_mla import MLADecoderLayer, make_norm
 from .configuration_mla import MLAConfig
 
 log = logging.getLogger(__name__)
@@ -31,79 +30,74 @@ log = logging.getLogger(__name__)
 _CACHE_FIELD = "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"
 
 
-class MLARMSNorm(nn.Module):
-    """RMSNorm (Zhang and Sennrich, 2019), computed in float32."""
+class MLAEmbedding(nn.Embedding):
+    """Token embeddings times a factor, which is rounded to the weights' dtype, as Gemma's is."""
 
-    def __init__(self, hidden_size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.variance_epsilon = eps
+    def __init__(self, config: MLAConfig) -> None:
+        super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.scale = config.embedding_scale
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon)).to(dtype)
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        embedded = super().forward(input_ids)
+        return embedded if self.scale == 1 else embedded * embedded.new_tensor(self.scale)
 
 
 class MLARotaryEmbedding(nn.Module):
     """Angles of every layer's RoPE slots: inv_freq [layers, R/2], radians a position, R that of the widest layer.
 
-    Rows of layers with fewer slots end in zeros, which are never read.
+    Rows of layers with fewer slots end in zeros, which are never read. Where frequencies change with the length of the
+    input, `changed` [layers, R/2] is what they change by: the frequencies beyond the original length (longrope), or the
+    exponents of a base that grows with it (dynamic).
     """
 
     def __init__(self, config: MLAConfig) -> None:
         super().__init__()
         self.frequencies = config.rope_inv_freq
         self.attention_scaling = config.rope_attention_scaling
-        self.register_buffer("inv_freq", self._rows(), persistent=False)
+        self.update = config.rope_update
+        self.pairs = config.rope_pairs
+        self.register_buffer("inv_freq", _rows(self.frequencies), persistent=False)
+        self.register_buffer("changed", self._changed(), persistent=False)
 
-    def _rows(self) -> torch.Tensor:
-        widest = max(map(len, self.frequencies))
-        rows = [[*row, *[0.0] * (widest - len(row))] for row in self.frequencies]
-        return torch.tensor(rows, dtype=torch.float32)
+    def _changed(self) -> torch.Tensor | None:
+        if self.update is None:
+            return None
+        if self.update["kind"] == "longrope":
+            return _rows([[self.update["inv_freq"][pair] for pair in row] for row in self.pairs])
+        return _rows([[2 * pair / self.update["dim"] for pair in row] for row in self.pairs])
 
     def reset_buffers(self) -> None:
-        """Fill the buffer again after the module was built without storage."""
-        self.inv_freq.copy_(self._rows())
+        """Fill the buffers again after the module was built without storage."""
+        self.inv_freq.copy_(_rows(self.frequencies))
+        if self.changed is not None:
+            self.changed.copy_(self._changed())
+
+    def _at_length(self, length: torch.Tensor) -> torch.Tensor:
+        """The frequencies for an input of so many tokens, [layers, R/2]."""
+        update = self.update
+        if update is None:
+            return self.inv_freq.float()
+        original, changed = update["original_positions"], self.changed.float()
+        if update["kind"] == "dynamic":
+            share, power = length.float() / original, update["dim"] / (update["dim"] - 2)
+            theta = update["theta"] * (update["factor"] * share - update["factor"] + 1) ** power
+            changed = theta**-changed
+        changed = torch.where(self.inv_freq == 0, 0.0, changed)
+        return torch.where(length > original, changed, self.inv_freq.float())
 
     @torch.no_grad()
     def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each layer's cos and sin, [B, S, R/2], for position_ids [B, S]."""
-        frequencies = self.inv_freq.float().to(position_ids.device)
+        frequencies = self._at_length(position_ids.max().to(self.inv_freq.device) + 1).to(position_ids.device)
         angles = position_ids[None, ..., None].float() * frequencies[:, None, None, :]
-        cos, sin = ((turn * self.attention_scaling).to(dtype) for turn in (angles.cos(), angles.sin()))
+        scaling = torch.where(frequencies == 0, 1.0, self.attention_scaling)[:, None, None, :]
+        cos, sin = ((turn * scaling).to(dtype) for turn in (angles.cos(), angles.sin()))
         return [(cos[i, ..., : len(row)], sin[i, ..., : len(row)]) for i, row in enumerate(self.frequencies)]
 
 
-class MLAMLP(nn.Module):
-    """Gated feed-forward block, as the source has it."""
-
-    def __init__(self, config: MLAConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class MLADecoderLayer(GradientCheckpointingLayer):
-    """Pre-norm attention and feed-forward with residuals."""
-
-    def __init__(self, config: MLAConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.self_attn = MLAAttention(config, layer_idx)
-        self.mlp = MLAMLP(config)
-        self.input_layernorm = MLARMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = MLARMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+def _rows(values: list[list[float]]) -> torch.Tensor:
+    widest = max(map(len, values))
+    return torch.tensor([[*row, *[0.0] * (widest - len(row))] for row in values], dtype=torch.float32)
 
 
 class MLAPreTrainedModel(PreTrainedModel):
@@ -124,13 +118,18 @@ class MLAPreTrainedModel(PreTrainedModel):
 
 
 class MLAModel(MLAPreTrainedModel):
-    """Embedding, decoder layers and final norm."""
+    """Embeddings, decoder layers and final norm."""
 
     def __init__(self, config: MLAConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = MLAEmbedding(config)
+        self.embed_positions = self.embed_norm = None
+        if config.learned_positions:
+            self.embed_positions = nn.Embedding(config.learned_positions, config.hidden_size)
+        if config.embedding_norm:
+            self.embed_norm = make_norm(config)
         self.layers = nn.ModuleList([MLADecoderLayer(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = MLARMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = make_norm(config)
         self.rotary_emb = MLARotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.wanted_backend = "auto"
@@ -165,6 +164,11 @@ class MLAModel(MLAPreTrainedModel):
                 "static caches are not supported: leave cache_implementation out, or use "
                 "mla_convert.decode.PagedLatentCache"
             )
+        pages = hasattr(cache, "attend_latent")
+        if pages and self.config.reason_against_paging is not None:
+            raise ValueError(
+                f"a cache that attends by itself cannot serve this model: {self.config.reason_against_paging}"
+            )
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         if inputs_embeds is None:
@@ -186,7 +190,7 @@ class MLAModel(MLAPreTrainedModel):
         }
         layer_types = self.config.layer_types or ["full_attention"] * len(self.layers)
         # A cache that attends by itself knows what its sequences see; it needs no mask and takes none.
-        kinds = set() if hasattr(cache, "attend_latent") else set(layer_types)
+        kinds = set() if pages else set(layer_types)
         masks = {
             kind: (create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask)(
                 **mask_arguments
@@ -194,7 +198,14 @@ class MLAModel(MLAPreTrainedModel):
             for kind in kinds
         }
         angles = self.rotary_emb(position_ids, inputs_embeds.dtype)
+        if self.config.alibi_slopes is not None:
+            tokens = inputs_embeds.shape[1] + (cache.get_seq_length() if cache is not None else 0)
+            kwargs["score_bias"] = self._score_bias(tokens, inputs_embeds)
         hidden_states = inputs_embeds
+        if self.embed_positions is not None:
+            hidden_states = hidden_states + self.embed_positions(position_ids)
+        if self.embed_norm is not None:
+            hidden_states = self.embed_norm(hidden_states)
         for i, layer in enumerate(self.layers):
             hidden_states = layer(
                 hidden_states,
@@ -207,11 +218,20 @@ class MLAModel(MLAPreTrainedModel):
         hidden_states = self.norm(hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{_CACHE_FIELD: cache})
 
+    def _score_bias(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
+        """ALiBi (Press et al., 2022) of so many keys, [1 H 1 T]: slope·(distance from the last key).
+
+        A softmax sees differences of scores alone, so that one row serves all queries; and counted from the end, the
+        keys near most queries have the smallest numbers, which narrow dtypes hold best.
+        """
+        slopes = torch.tensor(self.config.alibi_slopes, dtype=torch.float32, device=like.device)
+        from_last = torch.arange(1 - tokens, 1, dtype=torch.float32, device=like.device)
+        return (slopes[:, None] * from_last)[None, :, None].to(like.dtype)
+
 
 class MLAForCausalLM(MLAPreTrainedModel, GenerationMixin):
     """The language model: :class:`MLAModel` and the output head."""
 
-    supports_paged_cache = True  # forward takes a cache with `attend_latent`: see MLAAttention
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: MLAConfig) -> None:
@@ -220,6 +240,11 @@ class MLAForCausalLM(MLAPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @property
+    def supports_paged_cache(self) -> bool:
+        """Whether forward takes a cache with `attend_latent`: see MLAAttention."""
+        return self.config.reason_against_paging is None
 
     def set_attention_mode(self, mode: str) -> None:
         """Choose how every layer attends: ``auto``, ``absorbed`` or ``expanded``."""
@@ -248,6 +273,27 @@ class MLAForCausalLM(MLAPreTrainedModel, GenerationMixin):
         """What absorbed decoding uses where the weights are (``name``), and why (``reason``)."""
         return self.model.decode_backend
 
+    def logits_of(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The logits [... vocabulary] of hidden states [... D] that the last norm has seen."""
+        logits = self.lm_head(hidden_states)
+        if self.config.logits_scale != 1:
+            logits = logits * self.config.logits_scale
+        cap = self.config.final_logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def prepare_inputs_for_generation(self, input_ids: torch.LongTensor, **kwargs):
+        """What transformers' method returns, without the cache where its keys are turned by frequencies of before.
+
+        With longrope that is so at the token that first goes beyond the original length: the whole text is read again.
+        """
+        update, cache = self.config.rope_update, kwargs.get(_CACHE_FIELD)
+        if update is not None and update["kind"] == "longrope" and cache is not None:
+            mask, cached = kwargs.get("attention_mask"), cache.get_seq_length()
+            whole = input_ids.shape[1] if mask is None or mask.ndim != 2 else int(mask.sum(-1).max())
+            if whole - (input_ids.shape[1] - cached) <= update["original_positions"] < whole:
+                kwargs[_CACHE_FIELD] = kwargs["next_sequence_length"] = None
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)
+
     @can_return_tuple
     def forward(
         self,
@@ -273,7 +319,7 @@ class MLAForCausalLM(MLAPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        logits = self.logits_of(outputs.last_hidden_state[:, kept, :])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
