@@ -14,6 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from mla_convert.errors import FormatError
 from mla_convert.export.carried import Carrier, common_config, common_names, copied_tensors
 from mla_convert.export.deepseek_layer import LATENT_EPS, deepseek_layer
+from mla_convert.export.obstacles import source_obstacles
 from mla_convert.export.shards import ShardWriter
 from mla_convert.mla import MLAWeights
 from mla_convert.progress import Progress, silent
@@ -46,6 +47,10 @@ def check_deepseek(
         raise FormatError(
             "float16 cannot hold the latent's rows, which this format scales by 2^-20", "--dtype bfloat16 or float32"
         )
+    if obstacles := [*source_obstacles(spec)]:
+        raise FormatError(f"the stock DeepSeek class cannot hold this model. {' '.join(obstacles)}", _NATIVE)
+    if spec.layer_ropes is not None:
+        raise FormatError("layers have RoPE of their own kinds, and the stock DeepSeek class has one", _NATIVE)
     if spec.mlp_bias:
         raise FormatError("the stock DeepSeek class has no biases in its feed-forward layers, the source has", _NATIVE)
     parameters = spec.rope.parameters if rope_parameters is None else rope_parameters

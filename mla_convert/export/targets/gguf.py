@@ -14,6 +14,7 @@ from mla_convert.export.converted import ConvertedModel
 from mla_convert.export.gguf_file import TYPES, write_gguf
 from mla_convert.export.gguf_layer import attention_tensors, layer_shapes
 from mla_convert.export.gguf_tokenizer import GGUFTokenizer, gguf_tokenizer
+from mla_convert.export.obstacles import model_obstacles
 from mla_convert.export.padding import pad_latent, place_slots
 from mla_convert.export.progression import Progression, fit_progression
 from mla_convert.export.targets.target import ExportOptions, ExportPlan
@@ -109,6 +110,7 @@ GGUF = GGUFTarget()
 def _reasons(model: ConvertedModel) -> Iterator[str]:
     """Why llama.cpp's class cannot express the model, a sentence each."""
     c = model.config
+    yield from model_obstacles(c)
     biases = {"queries": c.query_bias, "the latent": c.latent_bias, "the attention's output": c.output_bias}
     found = [where for where, there in (biases | {"the feed-forward layers": c.mlp_bias}).items() if there]
     if found:

@@ -12,6 +12,7 @@ from mla_convert.export.converted import ConvertedModel
 from mla_convert.export.custom import unwindowed_positions
 from mla_convert.export.deepseek import eps_note, write_deepseek
 from mla_convert.export.deepseek_layer import LATENT_EPS
+from mla_convert.export.obstacles import model_obstacles
 from mla_convert.export.padding import pad_latent, place_slots
 from mla_convert.export.progression import Progression, fit_progression
 from mla_convert.export.targets.target import ExportOptions, ExportPlan
@@ -26,6 +27,7 @@ _PREDICTION_LAYER = 61
 def stock_reasons(model: ConvertedModel, dtype: str) -> Iterator[str]:
     """Why engines' own DeepSeek classes cannot hold the model, apart from its RoPE, a sentence each."""
     c = model.config
+    yield from model_obstacles(c)
     biases = {"queries": c.query_bias, "the latent": c.latent_bias, "the attention's output": c.output_bias}
     found = [where for where, there in (biases | {"the feed-forward layers": c.mlp_bias}).items() if there]
     if found:

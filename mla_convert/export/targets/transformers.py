@@ -8,6 +8,7 @@ import torch
 
 from mla_convert.export.converted import ConvertedModel
 from mla_convert.export.custom import write_custom
+from mla_convert.export.obstacles import model_obstacles
 from mla_convert.export.targets.sizes import (
     asked_sizes,
     dtype_reasons,
@@ -30,7 +31,7 @@ class TransformersTarget:
         """Return what :meth:`write` would do; the reasons of a refusal are all there are."""
         dtype, least = stored_dtype(model, options), smallest_sizes(model)
         sizes = asked_sizes(least, options)
-        reasons = [*dtype_reasons(self.name, dtype), *size_reasons(least, sizes)]
+        reasons = [*model_obstacles(model.config), *dtype_reasons(self.name, dtype), *size_reasons(least, sizes)]
         if options.form not in (None, "custom"):
             reasons.append(f"The transformers target has no form {options.form!r}; it writes the custom one.")
         if reasons:

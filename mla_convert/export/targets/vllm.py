@@ -12,6 +12,7 @@ import torch
 from mla_convert.errors import FormatError
 from mla_convert.export.converted import ConvertedModel
 from mla_convert.export.custom import write_custom
+from mla_convert.export.obstacles import model_obstacles
 from mla_convert.export.progression import fit_progression
 from mla_convert.export.targets.sizes import (
     Sizes,
@@ -138,7 +139,7 @@ def _stock(model: ConvertedModel, options: ExportOptions, dtype: str) -> _Candid
 
 
 def _custom(model: ConvertedModel, options: ExportOptions, dtype: str) -> _Candidate:
-    return _candidate(smallest_sizes(model), options, dtype, [])
+    return _candidate(smallest_sizes(model), options, dtype, [*model_obstacles(model.config)])
 
 
 def _candidate(least: Sizes, options: ExportOptions, dtype: str, reasons: list[str]) -> _Candidate:
