@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from mla_convert.mla.weights import MLAWeights
 from mla_convert.sources.attention import AttentionWeights
@@ -24,9 +26,8 @@ def without_norms(source: AttentionWeights) -> AttentionWeights:
     """
     if source.key_norm is None or source.query_norm is None:
         return source
-    heads, groups, dim = source.w_q.shape[0], *source.w_k.shape[:2]
-    energy = source.w_k.double().square().sum((1, 2))
-    size = torch.where(energy > 0, (dim / energy).sqrt(), torch.ones_like(energy))
+    heads, groups = source.w_q.shape[0], source.w_k.shape[0]
+    size = key_sizes(source)
     weight = size[:, None] * source.key_norm.double()
     query = source.query_norm.double() / size.repeat_interleave(heads // groups)[:, None]
     return replace(
@@ -38,6 +39,12 @@ def without_norms(source: AttentionWeights) -> AttentionWeights:
         query_norm=None,
         key_norm=None,
     )
+
+
+def key_sizes(source: AttentionWeights) -> Float[Tensor, " G"]:
+    """What brings each head's keys before the norm to about the size that they have after it, float64."""
+    energy = source.w_k.double().square().sum((1, 2))
+    return torch.where(energy > 0, (source.w_k.shape[1] / energy).sqrt(), torch.ones_like(energy))
 
 
 def with_norms(weights: MLAWeights, source: AttentionWeights) -> MLAWeights:

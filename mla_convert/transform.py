@@ -74,10 +74,10 @@ def convert_layer(
 ) -> ConvertedLayer:
     """Return the layer as MLA with `shape`'s C and R.
 
-    Where the source normalises queries and keys, what is converted are the linear maps before the norms, with the norms'
-    weights: see :func:`~mla_convert.qk_norm.without_norms`. Keys and values are stacked into y = M x + b. Key components without a slot lose their rotation, which constants
+    Keys and values are stacked into y = M x + b. Key components without a slot lose their rotation, which constants
     folded into W_UQ replace; y's remaining content is projected to rank C, and biases pass through the same maps as
-    one more column of M. At full rank and with all slots the result equals the source.
+    one more column of M. Where the source normalises queries and keys, these are the linear maps before the norms:
+    see :mod:`~mla_convert.qk_norm`. At full rank and with all slots the result equals the source.
 
     Args:
         statistics: the layer's moments; None for a recipe that needs none.

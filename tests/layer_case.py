@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mla_convert.calibrate.statistics import GradientStatistics, LayerStatistics
 from mla_convert.mla import MLAWeights
+from mla_convert.qk_norm import without_norms
 from mla_convert.sources.attention import AttentionWeights
 from mla_convert.spec import RopeSpec
 from tests.maths.samples import complex_normal, normal
@@ -82,7 +83,8 @@ def case(
     scales = 0.93 ** torch.arange(width, dtype=torch.float64)
     x = normal(SAMPLES, width, seed=seed + 8) * scales + 0.2
     received = normal(SAMPLES, seed=seed + 9).square()
-    k = normalised(projected(weights.w_k, weights.b_k, x), weights.key_norm, weights.norm_scope)
+    linear = without_norms(weights)  # what calibration sees of keys
+    k = projected(linear.w_k, linear.b_k, x)
     q = normalised(projected(weights.w_q, weights.b_q, x), weights.query_norm, weights.norm_scope)
     v = projected(weights.w_v, weights.b_v, x)
     y = torch.cat((k.flatten(1), v.flatten(1)), dim=1)

@@ -204,9 +204,12 @@ class _LayerRecorder:
         mask: Tensor | None,
         scaling: float,
         softcap: float | None,
+        key_scale: Float[Tensor, "1 G S"] | None,
     ) -> Float[Tensor, "1 S H V"]:
+        if key_scale is not None:  # what is recorded is linear in the layer's input: keys before their norm
+            key = key / key_scale[..., None]
         if self.stage in ("forward", "noise"):
-            weights = _weights(query, key, mask, scaling, softcap)
+            weights = _weights(query, key, mask, scaling, softcap, key_scale)
             self._add_forward(query, key, value, weights)
             return _mix(weights, value)
         spec = self.spec
@@ -224,7 +227,7 @@ class _LayerRecorder:
         def attention(query: Tensor, content: Tensor, key: Tensor, value: Tensor, probe: Tensor) -> Tensor:
             nonlocal counted
             both = torch.cat((query, content), dim=-1), torch.cat((_repeat(key, query), _repeat(probe, query)), dim=-1)
-            weights = _weights(*both, mask, scaling, softcap)
+            weights = _weights(*both, mask, scaling, softcap, key_scale)
             if not counted:  # the backward pass comes here again
                 self._add_forward(query, key, value, weights)
                 counted = True
@@ -250,9 +253,16 @@ def _repeat(x: Float[Tensor, "1 G S K"], query: Float[Tensor, "1 H S K"]) -> Flo
 
 
 def _weights(
-    query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    key_scale: Float[Tensor, "1 G S"] | None,
 ) -> Float[Tensor, "1 H S S"]:
     scores = query @ _repeat(key, query).transpose(2, 3) * scaling
+    if key_scale is not None:
+        scores = scores * _repeat(key_scale, query)[:, :, None]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     return torch.softmax(scores if mask is None else scores + mask, dim=-1, dtype=torch.float32).to(query.dtype)
@@ -271,11 +281,12 @@ def _calibration_attention(
     scaling: float,
     softcap: float | None = None,
     score_bias: Tensor | None = None,
+    key_scale: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     if score_bias is not None:
         attention_mask = score_bias if attention_mask is None else attention_mask + score_bias
-    return module.calibration_recorder.attend(query, key, value, attention_mask, scaling, softcap), None
+    return module.calibration_recorder.attend(query, key, value, attention_mask, scaling, softcap, key_scale), None
 
 
 @contextmanager
