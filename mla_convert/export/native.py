@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from mla_convert.errors import FormatError
 from mla_convert.export.carried import common_config, common_names, copied_tensors
 from mla_convert.export.shards import ShardWriter
 from mla_convert.mla import (
@@ -22,7 +21,7 @@ from mla_convert.mla import (
     modeling_mla,
 )
 from mla_convert.mla.names import to_hf
-from mla_convert.mla.spec_fields import attention_fields, block_fields, rope_fields
+from mla_convert.mla.spec_fields import attention_fields, block_fields, rope_fields, window_fields
 from mla_convert.progress import Progress, silent
 from mla_convert.sources import Source
 from mla_convert.spec import MLAShape, SourceSpec
@@ -57,7 +56,7 @@ def write_native(
         ValueError: a layer is missing or of another shape, or only some layers have a bias.
     """
     progress = progress or silent
-    _layer_types(source.spec)
+    window_fields(source.spec)
     rope_fields(source.spec, [()] * source.spec.num_layers)
     shapes = _by_layer(shape, source.spec)
     written: dict[int, frozenset[str]] = {}
@@ -111,7 +110,6 @@ def native_config(
         raise ValueError(f"content and value dims must be those of all layers, got {sorted(set(shapes), key=repr)}")
     ranks, rope_dims = [one.kv_rank for one in shapes], [one.rope_dim for one in shapes]
     alike = len(set(shapes)) == 1
-    layer_types, window = _layer_types(spec)
     fields: dict[str, Any] = {
         "architectures": [MLAForCausalLM.__name__],
         "auto_map": AUTO_MAP,
@@ -128,11 +126,9 @@ def native_config(
         "key_norm_bias": "k_norm_proj.bias" in names,
         "latent_bias": "kv_a_proj_with_mqa.bias" in names,
         "output_bias": "o_proj.bias" in names,
-        "layer_types": layer_types,
-        "sliding_window": window,
         "tie_word_embeddings": spec.tie_word_embeddings,
     }
-    described = attention_fields(spec) | block_fields(spec) | rope_fields(spec, rope_pairs)
+    described = window_fields(spec) | attention_fields(spec) | block_fields(spec) | rope_fields(spec, rope_pairs)
     return MLAConfig(**common_config(source) | fields | described)
 
 
@@ -141,20 +137,3 @@ def _by_layer(shape: MLAShape | Sequence[MLAShape], spec: SourceSpec) -> tuple[M
     if len(shapes) != spec.num_layers:
         raise ValueError(f"{len(shapes)} shapes for {spec.num_layers} layers")
     return shapes
-
-
-def _layer_types(spec: SourceSpec) -> tuple[list[str] | None, int | None]:
-    """Return transformers' ``layer_types`` and ``sliding_window``; None twice when every layer attends fully.
-
-    Raises:
-        FormatError: windows of different lengths, which the config cannot hold.
-    """
-    windows = sorted({window for window in spec.windows if window is not None})
-    if len(windows) > 1:
-        raise FormatError(
-            f"the native class holds one sliding window for all layers, the source has {windows}",
-            "a source whose sliding layers share one window",
-        )
-    if not windows:
-        return None, None
-    return ["full_attention" if window is None else "sliding_attention" for window in spec.windows], windows[0]

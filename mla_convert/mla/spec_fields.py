@@ -60,3 +60,21 @@ def rope_fields(spec: SourceSpec, pairs: Sequence[Sequence[int] | None]) -> dict
         "rope_update": asdict(update) | {"inv_freq": [*update.inv_freq, *rest], "dim": ropes[0].dim},
         "rope_pairs": known,
     }
+
+
+def window_fields(spec: SourceSpec) -> dict[str, Any]:
+    """Return ``layer_types`` and ``sliding_window``; None twice when every layer attends fully.
+
+    Raises:
+        FormatError: windows of different lengths, which the config cannot hold.
+    """
+    windows = sorted({window for window in spec.windows if window is not None})
+    if len(windows) > 1:
+        raise FormatError(
+            f"the native class holds one sliding window for all layers, the source has {windows}",
+            "a source whose sliding layers share one window",
+        )
+    if not windows:
+        return {"layer_types": None, "sliding_window": None}
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in spec.windows]
+    return {"layer_types": kinds, "sliding_window": windows[0]}

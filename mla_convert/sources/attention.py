@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -35,6 +35,11 @@ class AttentionWeights:
     query_norm: Float[Tensor, "H K"] | None = None
     key_norm: Float[Tensor, "G K"] | None = None
     norm_scope: Literal["head", "all"] = "head"
+
+    def to(self, dtype: torch.dtype, device: str = "cpu") -> AttentionWeights:
+        """The same layer with every tensor in `dtype` on `device`."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "norm_scope"}
+        return replace(self, **{name: t.to(device, dtype) for name, t in tensors.items() if t is not None})
 
 
 def rotate_half_order(weights: AttentionWeights, rope: RopeSpec) -> AttentionWeights:

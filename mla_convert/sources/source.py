@@ -21,6 +21,8 @@ from mla_convert.spec import SourceSpec
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from mla_convert.mla import MLAForCausalLM
+
 
 class Source:
     """A checkpoint and its adapter, read lazily; made by :func:`~mla_convert.sources.open_source`.
@@ -100,6 +102,15 @@ class Source:
             attn_implementation=attn_implementation,
             device=device,
         )
+
+    def load_decoder(self, *, dtype: torch.dtype, device: str = "cpu") -> MLAForCausalLM:
+        """The source as the native model around its own attention: the same modules whatever its family.
+
+        See :func:`~mla_convert.sources.decoder.load_decoder`.
+        """
+        from mla_convert.sources.decoder import load_decoder  # transformers' models, which opening does without
+
+        return load_decoder(self, dtype=dtype, device=device)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The source's tokenizer with its chat template; the same object each time, for reading one takes seconds.
