@@ -22,6 +22,7 @@ from mla_convert.maths.refit import ridge_refit, token_weights
 from mla_convert.mla import MLAConfig, MLAWeights
 from mla_convert.mla.attention_mla import MLAAttention
 from mla_convert.mla.names import to_hf
+from mla_convert.mla.spec_fields import attention_fields
 from mla_convert.progress import Progress, silent
 from mla_convert.recipe import RefitRecipe
 from mla_convert.sources import Source
@@ -154,10 +155,11 @@ class ConvertedAttention(nn.Module):
             qk_nope_head_dim=shape.nope_dim,
             v_head_dim=shape.value_dim,
             rope_inv_freq=[list(weights.inv_freq)],
-            attention_scale=spec.attention_scale,
-            query_bias="q_proj.bias" in tensors,
+            query_bias="q_proj.bias" in tensors or "q_a_proj.bias" in tensors,
+            key_norm_bias="k_norm_proj.bias" in tensors,
             latent_bias="kv_a_proj_with_mqa.bias" in tensors,
             output_bias="o_proj.bias" in tensors,
+            **attention_fields(spec),
         )
         config._attn_implementation = "sdpa"
         with torch.device("meta"):
@@ -167,12 +169,16 @@ class ConvertedAttention(nn.Module):
         self.rope_scaling = spec.rope.attention_scaling
 
     def forward(
-        self, hidden_states: Float[Tensor, "B S D"], attention_mask: Tensor | None = None, **_: Any
+        self,
+        hidden_states: Float[Tensor, "B S D"],
+        attention_mask: Tensor | None = None,
+        score_bias: Tensor | None = None,
+        **_: Any,
     ) -> tuple[Float[Tensor, "B S D"], Tensor | None]:
         """Return the attention's output; the mask is transformers', positions count from 0."""
         angles = (torch.arange(hidden_states.shape[1])[:, None] * self.frequencies)[None]
         turns = angles.cos() * self.rope_scaling, angles.sin() * self.rope_scaling
-        return self.attention(hidden_states, turns, attention_mask)
+        return self.attention(hidden_states, turns, attention_mask, score_bias=score_bias)
 
     def heads(self, run: Callable[[], object]) -> Float[Tensor, "B S I"]:
         """Return what the output projection is given while `run` runs the layer once, [B S H·V]."""
