@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mla_convert.errors import UnsupportedArchitectureError
@@ -11,8 +11,9 @@ from mla_convert.spec import RopeSpec, RopeUpdate
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Kinds whose frequencies are the same at every length; the others are in RopeUpdate.
+# Kinds whose frequencies are the same at every length; the others have a RopeUpdate.
 FIXED_KINDS = ("default", "linear", "llama3", "yarn")
+_KINDS = (*FIXED_KINDS, "dynamic", "longrope")
 
 
 def rope_spec(config: PretrainedConfig, rotary_class: Any, head_dim: int, *, interleaved: bool = False) -> RopeSpec:
@@ -26,6 +27,8 @@ def rope_spec(config: PretrainedConfig, rotary_class: Any, head_dim: int, *, int
             says.
     """
     parameters = dict(getattr(config, "rope_parameters", None) or {})
+    if (kind := _kind(parameters)) not in _KINDS:
+        raise _unknown(kind)
     rotary = rotary_class(config)
     frequencies = [float(frequency) for frequency in rotary.inv_freq.float()]
     # Some classes ignore the factor and rotate everything; a checkpoint that states it was not trained that way.
@@ -60,12 +63,9 @@ def padded_rope(
     Raises:
         UnsupportedArchitectureError: the kind is not known, or a head has an odd number of dims.
     """
-    kind = str(parameters.get("rope_type", "default"))
+    kind = _kind(parameters)
     if kind not in FIXED_KINDS and update is None:
-        raise UnsupportedArchitectureError(
-            f"RoPE type '{kind}' cannot be converted: it is not known to this project",
-            f"use a source whose rope_type is one of {', '.join((*FIXED_KINDS, 'dynamic', 'longrope'))}",
-        )
+        raise _unknown(kind)
     if head_dim % 2:
         raise UnsupportedArchitectureError(
             f"a head has {head_dim} dims, which do not pair", "use a source with an even head dim"
@@ -79,6 +79,17 @@ def padded_rope(
         attention_scaling=attention_scaling,
         interleaved=interleaved,
         update=update,
+    )
+
+
+def _kind(parameters: Mapping[str, Any]) -> str:
+    return str(parameters.get("rope_type", "default"))
+
+
+def _unknown(kind: str) -> UnsupportedArchitectureError:
+    return UnsupportedArchitectureError(
+        f"RoPE type '{kind}' cannot be converted: it is not known to this project",
+        f"use a source whose rope_type is one of {', '.join(_KINDS)}",
     )
 
 

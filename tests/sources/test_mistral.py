@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 
 from mla_convert.errors import UnsupportedArchitectureError
 from mla_convert.sources import open_source
@@ -18,6 +19,12 @@ class TestMistral(AdapterConformance):
         "MHA-tied": lambda: tiny_mistral("MHA", tied=True),
         "MQA-window": lambda: tiny_mistral("MQA", window=8),
         "head-dim": lambda: tiny_mistral(head_dim=32),
+        "dynamic-window": lambda: tiny_mistral(
+            window=8,
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+            max_position_embeddings=16,
+        ),
+        "bfloat16": lambda: tiny_mistral(dtype=torch.bfloat16),
     }
 
 

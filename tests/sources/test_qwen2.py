@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 
 from mla_convert.errors import UnsupportedArchitectureError
 from mla_convert.sources import open_source
@@ -17,6 +18,15 @@ class TestQwen2(AdapterConformance):
         "MHA": lambda: tiny_qwen2("MHA"),
         "MQA-tied": lambda: tiny_qwen2("MQA", tied=True),
         "window": lambda: tiny_qwen2("GQA", window=8),
+        "yarn": lambda: tiny_qwen2(
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        ),
+        "bfloat16": lambda: tiny_qwen2(dtype=torch.bfloat16),
     }
 
 
