@@ -11,11 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from mla_convert.mla.weights import MLAWeights
-from mla_convert.sources.attention import AttentionWeights
+from mla_convert.sources.attention import AttentionWeights, key_sizes
 
 
 def without_norms(source: AttentionWeights) -> AttentionWeights:
@@ -39,12 +37,6 @@ def without_norms(source: AttentionWeights) -> AttentionWeights:
         query_norm=None,
         key_norm=None,
     )
-
-
-def key_sizes(source: AttentionWeights) -> Float[Tensor, " G"]:
-    """What brings each head's keys before the norm to about the size that they have after it, float64."""
-    energy = source.w_k.double().square().sum((1, 2))
-    return torch.where(energy > 0, (source.w_k.shape[1] / energy).sqrt(), torch.ones_like(energy))
 
 
 def with_norms(weights: MLAWeights, source: AttentionWeights) -> MLAWeights:

@@ -339,5 +339,7 @@ __all__ = [
     "check_decode_backend",
     "choose_decode_backend",
     "eager_attention_forward",
+    "inverse_rms",
     "normalise",
+    "rotate",
 ]

@@ -42,6 +42,12 @@ class AttentionWeights:
         return replace(self, **{name: t.to(device, dtype) for name, t in tensors.items() if t is not None})
 
 
+def key_sizes(weights: AttentionWeights) -> Float[Tensor, " G"]:
+    """What brings each head's keys before their norm to about the size that they have after it, float64."""
+    energy = weights.w_k.double().square().sum((1, 2))
+    return torch.where(energy > 0, (weights.w_k.shape[1] / energy).sqrt(), torch.ones_like(energy))
+
+
 def rotate_half_order(weights: AttentionWeights, rope: RopeSpec) -> AttentionWeights:
     """Return the layer with query and key dims moved from the source's order into rotate-half order."""
     order = source_order(rope)
