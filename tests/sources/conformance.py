@@ -224,7 +224,7 @@ class AdapterConformance:
             with torch.no_grad():
                 expected, actual = reference(ids).logits, decoder(ids, use_cache=False).logits
             # Two float32 programs of the same model: rounding, grown by a few layers.
-            assert (actual - expected).abs().max() <= 1e-4 * max(1.0, float(expected.abs().max()))
+            assert (actual - expected).abs().max() <= 1e-4
 
     # --- Of the family ----------------------------------------------------------------------------------------------
 
