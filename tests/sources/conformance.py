@@ -16,6 +16,7 @@ import mla_convert.sources.safetensors_reader as reader
 from mla_convert.errors import UnaccountedTensorError
 from mla_convert.sources import Converted, Copied, Dropped, Source, open_source
 from tests.sources.attend import attend
+from tests.sources.conversion import ConversionConformance
 from tests.tiny import save_source, save_tensors
 
 # Tokens of a text: the first is shorter than every window and original context in the variants, the second longer.
@@ -41,7 +42,7 @@ class Case:
         return AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype, attn_implementation=implementation)
 
 
-class AdapterConformance:
+class AdapterConformance(ConversionConformance):
     """Inherited by each adapter's tests, which are run once for every entry of ``variants``.
 
     Attributes:
