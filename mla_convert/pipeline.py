@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import LongTensor
@@ -28,6 +28,7 @@ from mla_convert.errors import StatisticsError, UsageError
 from mla_convert.export.deepseek import check_deepseek, longrope_parameters, write_deepseek
 from mla_convert.export.folder import check_output, staged_folder
 from mla_convert.export.native import write_native
+from mla_convert.export.reading import reading_difference
 from mla_convert.export.reference import reference_logits
 from mla_convert.export.reload import verify_folder
 from mla_convert.export.shards import parse_size
@@ -53,8 +54,9 @@ logger = logging.getLogger(__name__)
 # Contexts of uniformly drawn tokens for each context of calibration text, where the recipe weighs such noise.
 NOISE_SHARE = 0.125
 
-# The written folder is loaded again and compared with the source's own model around the converted attention where
-# both fit: the weights take this many bytes at most. `verify_folder` explains the tolerance's unit.
+# Where the weights take at most this many bytes, the reading of the source is compared with transformers' before a
+# conversion, and the written folder is loaded again and compared with the source's decoder around the converted
+# attention after it. `verify_folder` explains the tolerance's unit.
 VERIFY_BYTES = 6 * 2**30
 VERIFY_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 _VERIFY_TEXT = "Multi-head latent attention keeps one small vector for each token, from which every head reads."
@@ -90,6 +92,11 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
         tokens = min(planned.recipe.refit.tokens, request.calibration_tokens or planned.recipe.refit.tokens)
         contexts, refit_text = _contexts(request, source, planned.recipe, tokens)
 
+    difference = None
+    if source.file_bytes() <= VERIFY_BYTES:
+        started = time.perf_counter()
+        difference = reading_difference(source, _verification_ids(source))
+        timings["read"] = time.perf_counter() - started
     started = time.perf_counter()
     kept = request.out.parent / f".{request.out.name}.calibration.safetensors"
     statistics = _statistics(request, source, planned.recipe, kept, progress)
@@ -166,6 +173,7 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
             layer_errors=errors,
             dampings=dampings,
             timings=timings,
+            reading_difference=difference,
             verification=verification,
             notes=notes,
         )
@@ -234,7 +242,7 @@ def _statistics(
     )
     statistics = _left_over(kept, provenance)
     if statistics is None:
-        model = source.load_model(dtype=torch.float32)
+        model = source.load_decoder(dtype=torch.float32)
         layers = collect(
             model,
             source.spec,
@@ -323,12 +331,18 @@ def _rope_parameters(source: Source, planned: ConversionPlan, stride: int) -> di
     return {"rope_type": "default", "rope_theta": theta}
 
 
+def _verification_ids(source: Source) -> LongTensor:
+    """The tokens of the text that models are compared on, [1 S]."""
+    ids = source.load_tokenizer()(_VERIFY_TEXT, add_special_tokens=False)["input_ids"]
+    return cast("LongTensor", torch.tensor([ids[: source.spec.max_position_embeddings]]))
+
+
 def _verify(source: Source, layers: dict[int, MLAWeights], folder: Path, dtype_name: str) -> dict[str, Any]:
-    """Load the folder again and compare it with the source's own model around the converted attention."""
+    """Load the folder again and compare it with the source's decoder around the converted attention."""
     dtype = getattr(torch, dtype_name)
-    ids = torch.tensor([source.load_tokenizer()(_VERIFY_TEXT, add_special_tokens=False)["input_ids"]])
+    ids = _verification_ids(source)
     shortest = min((window for window in source.spec.windows if window is not None), default=ids.shape[1])
-    ids = ids[:, : min(shortest, source.spec.max_position_embeddings)]
+    ids = ids[:, :shortest]
     reference = reference_logits(source, layers, ids, dtype)
     check = verify_folder(folder, ids, reference, tolerance=VERIFY_TOLERANCE[dtype_name])
     return asdict(check)

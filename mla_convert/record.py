@@ -67,6 +67,8 @@ class ConversionFacts:
         timings: stage -> seconds.
         measurements: rows of measured quality; the keys that the card shows are ``text``, ``context``, ``tokens``,
             ``source_perplexity``, ``perplexity``, ``kl`` and ``top1_agreement``.
+        reading_difference: the largest |Δ log p| between this project's reading of the source and transformers' own
+            class, nats, in float32; None where it was not measured.
         verification: what loading the folder again gave.
         notes: what the output format's constraints cost, a sentence each.
     """
@@ -84,6 +86,7 @@ class ConversionFacts:
     dampings: Sequence[float] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
     measurements: Sequence[Mapping[str, Any]] = ()
+    reading_difference: float | None = None
     verification: Mapping[str, Any] | None = None
     notes: Sequence[str] = ()
 
@@ -130,6 +133,7 @@ def build_record(facts: ConversionFacts) -> dict[str, Any]:
         "dampings": facts.dampings,
         "timings": facts.timings,
         "measurements": facts.measurements,
+        "reading_difference": facts.reading_difference,
         "verification": facts.verification,
         "notes": facts.notes,
     }

@@ -4,7 +4,8 @@ Two streams of hidden states pass the layers in order: the source's own, h_T, an
 before converted. The source's keys and values are wanted for x_S = norm(h_S) too, so W_K and W_V become the ridge
 regression of W x_T on x_S, and the layer is converted from these. What the heads u then read is put together by the
 ridge regression of the source's attention output a_T on u, in place of W_O. Ridges pull towards the weights that were
-there. Tokens count by 1/‖h_T + a_T‖², as in healing. One layer of each model is at work at a time.
+there. Tokens count by 1/‖h_T + a_T‖², as in healing, and where a norm stands between a_T and what is added to h_T, by
+what is added. One layer of each model is at work at a time.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from mla_convert.heal.layers import LayerCall, embed, layers_of
 from mla_convert.maths.refit import ridge_refit, token_weights
 from mla_convert.mla import MLAConfig, MLAWeights
 from mla_convert.mla.attention_mla import MLAAttention
+from mla_convert.mla.modeling_mla import MLARotaryEmbedding
 from mla_convert.mla.names import to_hf
-from mla_convert.mla.spec_fields import attention_fields
+from mla_convert.mla.spec_fields import attention_fields, rope_fields
 from mla_convert.progress import Progress, silent
 from mla_convert.recipe import RefitRecipe
 from mla_convert.sources import Source
@@ -88,7 +90,7 @@ def refit_layers(
         convert: gives the MLA weights of a layer under a refit.
     """
     progress = progress or silent
-    model = source.load_model(dtype=torch.float32)
+    model = source.load_decoder(dtype=torch.float32)
     call = LayerCall(model, contexts[:1])
     embedded = embed(model, contexts)
     streams = embedded, embedded
@@ -113,12 +115,15 @@ def _refit_layer(
 ) -> tuple[LayerRefit, tuple[Tensor, Tensor]]:
     """Return the layer's refit, and both models' hidden states after it; the layer is left with other attention."""
     h_T, h_S = streams
-    a_T = _through(lambda h: call.attention(layer, h, index), h_T)
-    weight = token_weights(h_T + a_T, most=MOST_WEIGHT)
+    a_T = _through(lambda h: call.attend(layer, h, index), h_T)
+    added = layer.added(a_T)
+    weight = token_weights(h_T + added, most=MOST_WEIGHT)
+    if layer.attention_output_layernorm is not None:  # an error of the output counts as much as is added of it
+        weight = weight * added.square().sum(-1) / a_T.square().sum(-1).clamp_min(1e-30)
     refit = LayerRefit()
     if recipe.inputs > 0 and index > 0:  # the first layer's inputs are the source's
-        norm = layer.input_layernorm
-        rows = ((norm(t), norm(s), w) for t, s, w in _batches(h_T, h_S, weight))
+        read = layer.attention_input
+        rows = ((read(t), read(s), w) for t, s, w in _batches(h_T, h_S, weight))
         refit = replace(refit, key_value=_refit_inputs(source.attention(index), rows, recipe.inputs))
     h_T = _through(lambda h: call(layer, h, index), h_T)
 
@@ -126,8 +131,7 @@ def _refit_layer(
     layer.self_attn = converted = ConvertedAttention(weights, source.spec)
     if recipe.outputs > 0:
         rows = (
-            (t, converted.heads(lambda s=s: call.attention(layer, s, index)), w)
-            for t, s, w in _batches(a_T, h_S, weight)
+            (t, converted.heads(lambda s=s: call.attend(layer, s, index)), w) for t, s, w in _batches(a_T, h_S, weight)
         )
         refit = replace(refit, output=_refit_output(weights, rows, recipe.outputs))
         layer.self_attn = converted = ConvertedAttention(refit.converted(weights), source.spec)
@@ -160,13 +164,13 @@ class ConvertedAttention(nn.Module):
             latent_bias="kv_a_proj_with_mqa.bias" in tensors,
             output_bias="o_proj.bias" in tensors,
             **attention_fields(spec),
+            **rope_fields([spec.rope], [weights.pairs]),
         )
         config._attn_implementation = "sdpa"
         with torch.device("meta"):
             self.attention = MLAAttention(config, 0)
         self.attention.load_state_dict(tensors, assign=True)
-        self.frequencies = torch.tensor(weights.inv_freq, dtype=torch.float32)
-        self.rope_scaling = spec.rope.attention_scaling
+        self.rotary_emb = MLARotaryEmbedding(config)
 
     def forward(
         self,
@@ -176,8 +180,8 @@ class ConvertedAttention(nn.Module):
         **_: Any,
     ) -> tuple[Float[Tensor, "B S D"], Tensor | None]:
         """Return the attention's output; the mask is transformers', positions count from 0."""
-        angles = (torch.arange(hidden_states.shape[1])[:, None] * self.frequencies)[None]
-        turns = angles.cos() * self.rope_scaling, angles.sin() * self.rope_scaling
+        positions = torch.arange(hidden_states.shape[1])[None]
+        turns = self.rotary_emb(positions, hidden_states.dtype)[0]
         return self.attention(hidden_states, turns, attention_mask, score_bias=score_bias)
 
     def heads(self, run: Callable[[], object]) -> Float[Tensor, "B S I"]:

@@ -255,7 +255,8 @@ def test_the_record_says_how_it_was_made(request_for, source, text, tmp_path) ->
     for errors in record["layer_errors"]:
         assert errors.keys() == {"keys", "values", "truncated", "moved"}
         assert all(0 < share < 1 for share in errors.values())
-    assert record["timings"].keys() == {"calibrate", "write", "verify"}
+    assert record["timings"].keys() == {"read", "calibrate", "write", "verify"}
+    assert 0 <= record["reading_difference"] <= 1e-4
     # float32 logits of order ten, computed by two implementations
     assert record["verification"]["max_logit_difference"] <= 1e-4
     assert record["libraries"]["torch"] == torch.__version__

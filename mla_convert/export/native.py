@@ -24,7 +24,7 @@ from mla_convert.mla.names import to_hf
 from mla_convert.mla.spec_fields import attention_fields, block_fields, rope_fields, window_fields
 from mla_convert.progress import Progress, silent
 from mla_convert.sources import Source
-from mla_convert.spec import MLAShape, SourceSpec
+from mla_convert.spec import MLAShape, RopeSpec, SourceSpec
 
 AUTO_MAP = {
     "AutoConfig": "configuration_mla.MLAConfig",
@@ -57,7 +57,7 @@ def write_native(
     """
     progress = progress or silent
     window_fields(source.spec)
-    rope_fields(source.spec, [()] * source.spec.num_layers)
+    rope_fields(_ropes(source.spec), [()] * source.spec.num_layers)
     shapes = _by_layer(shape, source.spec)
     written: dict[int, frozenset[str]] = {}
     slots: dict[int, tuple[list[float], tuple[int, ...] | None]] = {}
@@ -128,8 +128,14 @@ def native_config(
         "output_bias": "o_proj.bias" in names,
         "tie_word_embeddings": spec.tie_word_embeddings,
     }
-    described = window_fields(spec) | attention_fields(spec) | block_fields(spec) | rope_fields(spec, rope_pairs)
+    described = (
+        window_fields(spec) | attention_fields(spec) | block_fields(spec) | rope_fields(_ropes(spec), rope_pairs)
+    )
     return MLAConfig(**common_config(source) | fields | described)
+
+
+def _ropes(spec: SourceSpec) -> list[RopeSpec]:
+    return [spec.rope_of(layer) for layer in range(spec.num_layers)]
 
 
 def _by_layer(shape: MLAShape | Sequence[MLAShape], spec: SourceSpec) -> tuple[MLAShape, ...]:

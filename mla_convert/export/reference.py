@@ -26,7 +26,7 @@ class PaperAttention(nn.Module):
         super().__init__()
         self.weights = weights.to(torch.float64)
         self.scale = spec.attention_scale
-        self.rope_scaling = spec.rope_of(layer).attention_scaling
+        self.rope = spec.rope_of(layer)
         self.eps = 0.0 if spec.qk_norm is None else spec.qk_norm.eps
         slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)
         self.changes = ScoreChanges(softcap=spec.attention_softcap, slopes=slopes, window=spec.windows[layer])
@@ -69,21 +69,33 @@ class PaperAttention(nn.Module):
     def _turn(self, x: Float[Tensor, "*batch S R"]) -> Float[Tensor, "*batch S R"]:
         """Rotate the slots by position, as complex numbers."""
         positions = torch.arange(x.shape[-2], dtype=torch.float32)
-        angles = (positions[:, None] * torch.tensor(self.weights.inv_freq, dtype=torch.float32)).double()
+        frequencies = torch.tensor(self._frequencies(x.shape[-2]), dtype=torch.float32)
+        angles = (positions[:, None] * frequencies).double()
         real, imaginary = x.chunk(2, dim=-1)
-        turned = torch.complex(real, imaginary) * torch.polar(torch.full_like(angles, self.rope_scaling), angles)
+        factors = torch.full_like(angles, self.rope.attention_scaling)
+        turned = torch.complex(real, imaginary) * torch.polar(factors, angles)
         return torch.cat((turned.real, turned.imag), dim=-1)
+
+    def _frequencies(self, length: int) -> list[float]:
+        """Of the slots, for a text of so many tokens."""
+        update, pairs = self.rope.update, self.weights.pairs
+        if update is None or pairs is None or length <= update.original_positions:
+            return list(self.weights.inv_freq)
+        if update.kind == "longrope":
+            return [update.inv_freq[pair] for pair in pairs]
+        dim, growth = self.rope.dim, update.factor * length / update.original_positions - update.factor + 1
+        theta = update.theta * growth ** (dim / (dim - 2))
+        return [theta ** (-2 * pair / dim) for pair in pairs]
 
 
 def reference_logits(
     source: Source, layers: Mapping[int, MLAWeights], input_ids: Int[Tensor, "B S"], dtype: torch.dtype
 ) -> Float[Tensor, "B S vocabulary"]:
-    """Return the logits of the source's own model with each layer's attention replaced by its MLA form.
+    """Return the logits of the source's decoder with each layer's attention replaced by its MLA form.
 
     The weights are rounded to `dtype`, as they are when written, and computed with in float32.
     """
-    model = source.load_model(dtype=dtype).float()
-    model.model.rotary_emb.to(torch.float32)
+    model = source.load_decoder(dtype=dtype).float()
     for i, weights in layers.items():
         model.model.layers[i].self_attn = PaperAttention(weights.to(dtype), source.spec, i)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from mla_convert.progress import Progress, silent
 def output_metrics(
     teacher: Any, contexts: Int[Tensor, "n S"], *, seed: int, progress: Progress | None = None
 ) -> list[Float[Tensor, "D D"]]:
-    """Return E[g gᵀ] for each layer, g the loss's gradient at the attention's output, times the hidden state's norm.
+    """Return E[g gᵀ] for each layer, g the loss's gradient at what attention adds, times the hidden state's norm.
 
     The loss is the cross-entropy on labels drawn from the teacher's own predictions, so that the moment is the Fisher
     information (Kunstner et al., 2019, arXiv:1905.12558). A gradient shrinks as the hidden state that the output is
@@ -41,13 +41,13 @@ def output_metrics(
 
     def keep_output(i: int) -> Callable[..., None]:
         def hook(_module: Any, _args: tuple[Any, ...], result: Any) -> None:
-            outputs[i] = result[0]
+            outputs[i] = result[0] if isinstance(result, tuple) else result
             outputs[i].retain_grad()
 
         return hook
 
     handles = [layer.register_forward_pre_hook(keep_state(i), with_kwargs=True) for i, layer in enumerate(layers)]
-    handles += [layer.self_attn.register_forward_hook(keep_output(i)) for i, layer in enumerate(layers)]
+    handles += [_last_of_attention(layer).register_forward_hook(keep_output(i)) for i, layer in enumerate(layers)]
     required = {name: parameter.requires_grad for name, parameter in teacher.named_parameters()}
     try:
         teacher.requires_grad_(False)
@@ -55,7 +55,8 @@ def output_metrics(
             generator = torch.Generator().manual_seed((seed * 1_000_003 + row) % 2**63)
             run_context(teacher, contexts[row : row + 1], True, generator)
             for i, output in enumerate(outputs):
-                norm = (states[i] + output.detach()).norm(dim=-1, keepdim=True)
+                added = getattr(layers[i], "residual_scale", 1.0) * output.detach()
+                norm = (states[i] + added).norm(dim=-1, keepdim=True)
                 assert output.grad is not None  # it was retained
                 gradient = (output.grad * norm).flatten(0, 1).float()
                 sums[i] += (gradient.mT @ gradient).cpu()
@@ -66,3 +67,9 @@ def output_metrics(
         for name, parameter in teacher.named_parameters():
             parameter.requires_grad_(required[name])
     return [total / total.diagonal().mean().clamp_min(torch.finfo(total.dtype).tiny) for total in sums]
+
+
+def _last_of_attention(layer: Any) -> Any:
+    """The module that gives what is added to the hidden state: the attention, or a norm on its output."""
+    norm = getattr(layer, "attention_output_layernorm", None)
+    return layer.self_attn if norm is None else norm

@@ -33,6 +33,7 @@ from mla_convert.heal.teacher import check_teacher, check_tokenizers
 from mla_convert.memory import keep_freed_memory
 from mla_convert.progress import Progress, silent
 from mla_convert.record import RECORD_NAME, json_safe
+from mla_convert.sources import open_source
 
 Stage = Literal["layers", "global", "all"]
 
@@ -138,9 +139,7 @@ def _heal(request: HealRequest, report: Progress) -> HealResult:
     if model_type != NATIVE_MODEL_TYPE:
         raise FormatError(f"{request.model} holds a {model_type} model", "convert with --format native to heal it")
     student, tokenizer = load_for_evaluation(str(request.model), torch.float32)
-    teacher, its_tokenizer = load_for_evaluation(
-        request.teacher, torch.float32, revision=request.revision, token=request.token
-    )
+    teacher, its_tokenizer = _teacher(request, by_layers=request.stage != "global")
     check_teacher(student, teacher, hidden=request.stage != "global")
     check_tokenizers(tokenizer, its_tokenizer)
     text = text_of(request, tokenizer)
@@ -155,6 +154,9 @@ def _heal(request: HealRequest, report: Progress) -> HealResult:
         timings["layers"] = time.perf_counter() - started
     if request.stage in ("global", "all"):
         started = time.perf_counter()
+        if request.stage == "all":
+            teacher = None  # or both would be in memory
+            teacher, _ = _teacher(request, by_layers=False)
         settings = {name: json.dumps(value) for name, value in asdict(request.distil).items()}
         checkpoints = Checkpoints(
             work / "global", origin | {f"distil {name}": value for name, value in settings.items()}
@@ -166,6 +168,14 @@ def _heal(request: HealRequest, report: Progress) -> HealResult:
         _write(request, student, text, result)
         shutil.rmtree(work, ignore_errors=True)
     return result
+
+
+def _teacher(request: HealRequest, *, by_layers: bool) -> tuple[Any, Any]:
+    """Return the teacher and its tokenizer; by layers, a source becomes the native model around its own attention."""
+    if by_layers and folder_model_type(request.teacher) != NATIVE_MODEL_TYPE:
+        source = open_source(request.teacher, revision=request.revision, token=request.token)
+        return source.load_decoder(dtype=torch.float32), source.load_tokenizer()
+    return load_for_evaluation(request.teacher, torch.float32, revision=request.revision, token=request.token)
 
 
 def text_of(request: HealRequest, tokenizer: Any) -> HealingText:

@@ -102,7 +102,8 @@ def heal_layers(
     """Train the student's attention layers in order, in place, and yield each layer's result when it is done.
 
     Args:
-        student: a native model; teacher: the model it was made from. Both in evaluation mode and on one device.
+        student: a native model; teacher: the decoder of the source it was made from, or another native model. Both in
+            evaluation mode and on one device.
         contexts, held_out: token ids [n L] and [m L].
         metrics: each layer's metric of errors, whatever the settings say; None for the identity.
         finished: called with a layer's result, its new weights and the hidden states before the next layer.
@@ -151,10 +152,10 @@ def embed(model: Any, tokens: Tensor) -> Tensor:
 
 
 class LayerCall:
-    """Calls a model's decoder layers one at a time, with what its own forward pass would give them.
+    """Calls a native model's decoder layers one at a time, with what its own forward pass would give them.
 
-    The arguments (RoPE angles, masks) are recorded from a real forward pass of one context, so no family's way of
-    making them is repeated here. All contexts are equally long and unpadded, so the same arguments serve each.
+    The arguments (RoPE angles, masks) are recorded from a real forward pass of one context, so the model's way of
+    making them is not repeated here. All contexts are equally long and unpadded, so the same arguments serve each.
     """
 
     def __init__(self, model: Any, context: Tensor) -> None:
@@ -175,9 +176,12 @@ class LayerCall:
         return layer(hidden, **self._arguments[index])
 
     def attention(self, layer: Any, hidden: Tensor, index: int) -> Tensor:
-        """Return what the layer's attention adds to the hidden states [b L D]: its norm and projections included."""
-        given = self._arguments[index]
-        return layer.self_attn(hidden_states=layer.input_layernorm(hidden), **given)[0]
+        """Return what the layer's attention adds to the hidden states [b L D]: norms and projections included."""
+        return layer.added(self.attend(layer, hidden, index))
+
+    def attend(self, layer: Any, hidden: Tensor, index: int) -> Tensor:
+        """Return the output of the layer's attention [b L D], before any norm on it."""
+        return layer.attend(hidden, **self._arguments[index])
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the hidden states before the first layer, [b L D], for token ids [b L]."""

@@ -151,13 +151,16 @@ class MLADecoderLayer(GradientCheckpointingLayer):
         """What the attention reads of the layer's input [B S D]."""
         return _through(self.input_layernorm, hidden_states)
 
-    def attention_branch(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        """What the attention adds to the layer's input [B S D], norms and scale included."""
-        attended, _ = self.self_attn(hidden_states=self.attention_input(hidden_states), **kwargs)
+    def attend(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        """The attention's output [B S D] for the layer's input [B S D]."""
+        return self.self_attn(hidden_states=self.attention_input(hidden_states), **kwargs)[0]
+
+    def added(self, attended: torch.Tensor) -> torch.Tensor:
+        """What is added to the layer's input for an output of the attention, both [B S D]."""
         return self._scaled(_through(self.attention_output_layernorm, attended))
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        attended = hidden_states + self.attention_branch(hidden_states, **kwargs)
+        attended = hidden_states + self.added(self.attend(hidden_states, **kwargs))
         norm = self.input_layernorm if self.post_attention_layernorm is None else self.post_attention_layernorm
         fed = self.mlp(_through(norm, hidden_states if self.parallel else attended))
         return attended + self._scaled(_through(self.mlp_output_layernorm, fed))

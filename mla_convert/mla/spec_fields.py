@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mla_convert.errors import FormatError
-from mla_convert.spec import SourceSpec
+from mla_convert.spec import RopeSpec, SourceSpec
 
 
 def block_fields(spec: SourceSpec) -> dict[str, Any]:
@@ -34,14 +34,13 @@ def attention_fields(spec: SourceSpec) -> dict[str, Any]:
     return fields
 
 
-def rope_fields(spec: SourceSpec, pairs: Sequence[Sequence[int] | None]) -> dict[str, Any]:
-    """Return the fields of how RoPE scales and changes, for slots that turn as ``pairs`` of a source head, by layer.
+def rope_fields(ropes: Sequence[RopeSpec], pairs: Sequence[Sequence[int] | None]) -> dict[str, Any]:
+    """Return the fields of how RoPE scales and changes, by layer: ``pairs`` of a source head that the slots turn as.
 
     Raises:
         FormatError: layers' rotary embeddings differ in what the native class holds once for all.
         ValueError: frequencies change, and the pairs are not known.
     """
-    ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
     if len({(rope.attention_scaling, rope.update) for rope in ropes}) > 1:
         raise FormatError(
             "layers' rotary embeddings differ in their scaling of attention or in how they change with length, and the "

@@ -16,10 +16,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mla_convert.errors import UnaccountedTensorError
 from mla_convert.mla import MLAConfig, MLAForCausalLM
-from mla_convert.mla.attention_mla import eager_attention_forward, normalise, rotate
+from mla_convert.mla.attention_mla import eager_attention_forward, inverse_rms, normalise, rotate
 from mla_convert.mla.modeling_mla import MLARotaryEmbedding
 from mla_convert.mla.spec_fields import attention_fields, block_fields, rope_fields, window_fields
-from mla_convert.sources.attention import AttentionWeights
+from mla_convert.sources.attention import AttentionWeights, key_sizes
 
 if TYPE_CHECKING:
     from mla_convert.sources.source import Source
@@ -44,6 +44,7 @@ class GroupedAttention(nn.Module):
         self.o_proj = _linear(weights.w_o.flatten(1), weights.b_o)
         self.query_norm = None if weights.query_norm is None else nn.Parameter(weights.query_norm.flatten())
         self.key_norm = None if weights.key_norm is None else nn.Parameter(weights.key_norm.flatten())
+        self.key_sizes = key_sizes(weights).float()
 
     def forward(
         self,
@@ -58,18 +59,28 @@ class GroupedAttention(nn.Module):
         """Return the attention's output, and its weights where the implementation gives any."""
         cos, sin = (x[:, None] for x in position_embeddings)
         query = rotate(self._heads(self.q_proj(hidden_states), self.query_norm), cos, sin)
-        key = rotate(self._heads(self.k_proj(hidden_states), self.key_norm), cos, sin)
+        projected = self.k_proj(hidden_states)
+        key = rotate(self._heads(projected, self.key_norm), cos, sin)
         value = self._heads(self.v_proj(hidden_states), None)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         implementation = self.config._attn_implementation
         changes = {"softcap": self.config.attention_softcap, "score_bias": score_bias}
         changes = {name: change for name, change in changes.items() if change is not None}
+        if self.key_norm is not None:  # calibration records keys before their norm; others have no use for it
+            kwargs["key_scale"] = self._key_scale(projected)
         if changes and implementation == "sdpa":
             implementation = "eager"  # torch's fused attention knows of none
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, _eager)
         heads, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, **changes, **kwargs)
         return self.o_proj(heads.flatten(2)), weights
+
+    def _key_scale(self, projected: Float[Tensor, "B S J"]) -> Float[Tensor, "B G S"]:
+        """What the norm multiplied each head's keys by, in units of `key_sizes`."""
+        groups = projected.shape[-1] // self.head_dim
+        norms = 1 if self.norm_scope == "all" else groups
+        scale = inverse_rms(projected.unflatten(-1, (norms, -1)), self.norm_eps).expand(-1, -1, groups)
+        return (scale / self.key_sizes.to(scale.device)).transpose(1, 2).to(projected.dtype)
 
     def _heads(self, projected: Float[Tensor, "B S J"], weight: Tensor | None) -> Float[Tensor, "B heads S K"]:
         """The heads, normalised where `weight`, [heads·K], is one of a norm."""
@@ -124,7 +135,8 @@ def _config(spec: SourceSpec) -> MLAConfig:
 
     Every pair of a head has its slot, those that do not turn included.
     """
-    frequencies = [list(spec.rope_of(layer).inv_freq) for layer in range(spec.num_layers)]
+    ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
+    frequencies = [list(rope.inv_freq) for rope in ropes]
     fields: dict[str, Any] = {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
@@ -140,7 +152,7 @@ def _config(spec: SourceSpec) -> MLAConfig:
         "rope_inv_freq": frequencies,
     }
     pairs = [range(len(row)) for row in frequencies]
-    described = window_fields(spec) | attention_fields(spec) | block_fields(spec) | rope_fields(spec, pairs)
+    described = window_fields(spec) | attention_fields(spec) | block_fields(spec) | rope_fields(ropes, pairs)
     return MLAConfig(**fields | described)
 
 

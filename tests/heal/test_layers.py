@@ -24,6 +24,7 @@ from mla_convert.heal import healing
 from mla_convert.heal.data import healing_text
 from mla_convert.heal.healing import HealRequest, TextSettings, heal
 from mla_convert.heal.layers import LayerCall, LayerSettings, embed, heal_layers, layers_of
+from mla_convert.sources import open_source
 from tests.tiny import VOCAB_SIZE, save_source, tiny_llama, tiny_mistral, tiny_qwen2
 
 SETTINGS = LayerSettings(steps=30, batch=4, learning_rate=0.01)
@@ -45,9 +46,9 @@ def random_tokens(contexts: int, length: int, seed: int = 0) -> torch.Tensor:
     ids=["llama", "mistral", "qwen2"],
 )
 @torch.no_grad()
-def test_layers_called_one_by_one_are_the_model(model: Any) -> None:
+def test_layers_called_one_by_one_are_the_model(model: Any, tmp_path: Path) -> None:
     """Also where layers differ in their masks; and a layer is its attention's part and its feed-forward's."""
-    model.eval()
+    model = open_source(str(save_source(model, tmp_path / "source"))).load_decoder(dtype=torch.float32)
     tokens = random_tokens(6, 24)
     wanted = model(tokens, output_hidden_states=True, use_cache=False).hidden_states
     call = LayerCall(model, tokens[:1])
@@ -131,7 +132,7 @@ def test_an_exact_conversion_keeps_its_weights(source: Path, text: Path, tmp_pat
     out = tmp_path / "exact"
     assert run(["convert", str(source), str(out), "--cache", "1.0", "--recipe", "exact", "--quiet"]) == 0
     student, _ = load_for_evaluation(str(out), torch.float32)
-    teacher, _ = load_for_evaluation(str(source), torch.float32)
+    teacher = open_source(str(source)).load_decoder(dtype=torch.float32)
     before = {name: value.clone() for name, value in student.state_dict().items()}
     results = list(heal_layers(student, teacher, random_tokens(8, 16), random_tokens(4, 16, seed=1), SETTINGS))
     assert not any(result.kept for result in results)
@@ -206,7 +207,7 @@ def test_a_teacher_that_the_model_was_not_made_from_is_refused(
 
 def test_a_loss_that_is_not_finite_stops_the_run(request_for: HealRequest, capfd: Any) -> None:
     student, _ = load_for_evaluation(str(request_for.model), torch.float32)
-    teacher, _ = load_for_evaluation(request_for.teacher, torch.float32)
+    teacher = open_source(request_for.teacher).load_decoder(dtype=torch.float32)
     before = {name: value.clone() for name, value in student.state_dict().items()}
     with torch.no_grad():
         layers_of(teacher)[0].self_attn.o_proj.weight[0, 0] = float("nan")
