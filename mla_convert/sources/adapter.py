@@ -16,6 +16,7 @@ from torch import Tensor
 from mla_convert.errors import UnaccountedTensorError, UnsupportedArchitectureError
 from mla_convert.sources.attention import AttentionWeights, rotate_half_order
 from mla_convert.sources.checkpoint import Checkpoint, main_dtype
+from mla_convert.sources.prefixed import PrefixedCheckpoint
 from mla_convert.sources.roles import Converted, Dropped, Role, copied
 from mla_convert.sources.rope import rope_spec
 from mla_convert.spec import DTYPE_BYTES, BlockSpec, QKNormSpec, RopeSpec, SourceSpec
@@ -76,6 +77,8 @@ class Adapter:
     # Names of the stored input and output embeddings, which may be tied.
     embedding: ClassVar[str] = EMBEDDING
     head: ClassVar[str] = LM_HEAD
+    # What old checkpoints, saved from a model without its head, leave out before every name; empty for none.
+    base_prefix: ClassVar[str] = ""
     # Fields of `_FOREIGN_FIELDS` that this family has, and that its spec therefore expresses.
     known_fields: ClassVar[frozenset[str]] = frozenset()
     # Stored tensors that the converted model does not need: pattern -> why not.
@@ -146,6 +149,12 @@ class Adapter:
                 f"the weights are stored as {dtype}", f"use a checkpoint in one of {', '.join(DTYPE_BYTES)}"
             )
         return self.describe(config, dtype)
+
+    def named(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint under this family's names, whether or not its files leave ``base_prefix`` out."""
+        if not self.base_prefix or any(name.startswith(self.base_prefix) for name in checkpoint.names()):
+            return checkpoint
+        return PrefixedCheckpoint(checkpoint, self.base_prefix, self.head)
 
     def account(self, spec: SourceSpec, checkpoint: Checkpoint) -> dict[str, Role]:
         """The role of every tensor of ``checkpoint``.

@@ -103,6 +103,7 @@ def _open_gguf(ref: str, path: Path) -> Source:
 def _open(ref: str, adapter: Adapter, fields: dict[str, Any], checkpoint: Checkpoint, companions: Companions) -> Source:
     from huggingface_hub.errors import StrictDataclassError
 
+    checkpoint = adapter.named(checkpoint)
     names = checkpoint.names()
     if not names:
         raise SourceError(f"'{ref}' holds no tensors", "fetch its weights again")
