@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ def build_model(
         attn_implementation = "eager"
     with torch.device("meta"):
         model = model_class._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attn_implementation)
-    output = model.get_output_embeddings()
+    output: Any = model.get_output_embeddings()
     for name, value in tensors:
         parameter = nn.Parameter(value.to(device=device, dtype=dtype))
         del value  # else it would still be held while the next one is read
@@ -79,7 +79,7 @@ def _fill_buffers(model: PreTrainedModel, device: str) -> None:
             value = torch.empty_like(getattr(module, key), device=device)
             setattr(module, key, value.fill_(torch.nan) if value.is_floating_point() else value)
         for parameter in module.parameters(recurse=False):
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
         with torch.no_grad():
             model._init_weights(module)
         for key in empty:
