@@ -152,6 +152,7 @@ class SourceSpec:
         block: what is around the attention.
         attention_softcap: cap·tanh(scores / cap) before the softmax; None for none.
         alibi_slopes: per query head, the slope of a bias slope·(t - s) on scores; None for none.
+        alibi_rounded: the bias is slope·t instead, with slope, t and their product rounded to bfloat16 (Falcon).
         qk_norm: the norm of queries and keys; None for none.
     """
 
@@ -181,6 +182,7 @@ class SourceSpec:
     layer_ropes: tuple[RopeSpec, ...] | None = None
     attention_softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
+    alibi_rounded: bool = False
     qk_norm: QKNormSpec | None = None
 
     def rope_of(self, layer: int) -> RopeSpec:

@@ -88,6 +88,7 @@ class ConvertedModel:
             block=_block(c),
             attention_softcap=c.attention_softcap,
             alibi_slopes=None if c.alibi_slopes is None else tuple(c.alibi_slopes),
+            alibi_rounded=c.alibi_rounded,
             qk_norm=None if c.qk_norm is None else QKNormSpec(c.qk_norm, c.qk_norm_eps),
         )
 

@@ -29,7 +29,12 @@ class PaperAttention(nn.Module):
         self.rope = spec.rope_of(layer)
         self.eps = 0.0 if spec.qk_norm is None else spec.qk_norm.eps
         slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)
-        self.changes = ScoreChanges(softcap=spec.attention_softcap, slopes=slopes, window=spec.windows[layer])
+        self.changes = ScoreChanges(
+            softcap=spec.attention_softcap,
+            slopes=slopes,
+            rounded_slopes=spec.alibi_rounded,
+            window=spec.windows[layer],
+        )
 
     def forward(self, hidden_states: Float[Tensor, "B S D"], **_: Any) -> tuple[Float[Tensor, "B S D"], None]:
         w, x = self.weights, hidden_states.double()

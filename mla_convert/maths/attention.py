@@ -21,13 +21,15 @@ class ScoreChanges:
     Attributes:
         key_scale: a factor on every head's score of a token, 1/rms of normalised keys.
         softcap: cap·tanh(score / cap).
-        slopes: ALiBi's: adds slope·t for the cached token t (Press et al., 2022, up to a constant of the softmax).
+        slopes: ALiBi's: adds slope·t for the cached token t (Press et al., 2022, up to a constant of the softmax);
+            with ``rounded_slopes``, slope, t and their product are rounded to bfloat16, as Falcon's class does.
         window: how many tokens up to itself a query sees; None for all.
     """
 
     key_scale: Float[Tensor, "B H T"] | None = None
     softcap: float | None = None
     slopes: Float[Tensor, " H"] | None = None
+    rounded_slopes: bool = False
     window: int | None = None
 
     def apply(self, logits_BHST: Tensor) -> Tensor:
@@ -37,8 +39,9 @@ class ScoreChanges:
         if self.softcap is not None:
             logits_BHST = self.softcap * torch.tanh(logits_BHST / self.softcap)
         if self.slopes is not None:
-            position_T = torch.arange(logits_BHST.shape[-1], dtype=torch.float64, device=logits_BHST.device)
-            logits_BHST = logits_BHST + (self.slopes.to(torch.float64)[:, None] * position_T).unsqueeze(1)
+            dtype = torch.bfloat16 if self.rounded_slopes else torch.float64
+            position_T = torch.arange(logits_BHST.shape[-1], device=logits_BHST.device).to(dtype)
+            logits_BHST = logits_BHST + (self.slopes.to(dtype)[:, None] * position_T).unsqueeze(1)
         return logits_BHST
 
 

@@ -7,6 +7,7 @@ _QK_NORMS = (None, "head", "all")
 # Fields that config.json has only where they are not at their defaults.
 _LEFT_OUT = (
     *("kv_lora_ranks", "qk_rope_head_dims", "rope_update", "rope_pairs", "attention_softcap", "alibi_slopes"),
+    "alibi_rounded",
     *("qk_norm", "qk_norm_eps", "qk_norm_dim", "qk_norm_key_heads", "key_norm_bias"),
     *("norm", "norm_bias", "norm_offset", "input_norms", "output_norms", "parallel_residual", "shared_input_norm"),
     *("mlp", "num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size"),
@@ -36,6 +37,7 @@ class MLAConfig(PreTrainedConfig):
         attention_scale: the factor on the scores before the softmax (the source's; DeepSeek's class uses (N + R)^-1/2).
         attention_softcap: cap·tanh(scores / cap) before the softmax; None for none.
         alibi_slopes: per query head, the slope of a bias slope·(t - s) on the scores; None for none.
+        alibi_rounded: the bias is slope·t instead, with slope, t and their product rounded to bfloat16 (Falcon).
         qk_norm: what one root mean square of queries and keys is taken over, ``head`` or ``all`` heads of a token; None
             for none. ``qk_norm_eps`` is added to it, ``qk_norm_dim`` is K, ``qk_norm_key_heads`` G, of the source;
             ``key_norm_bias``: what keys' norms are taken of has a bias.
@@ -90,6 +92,7 @@ class MLAConfig(PreTrainedConfig):
     rope_pairs: list | None = None
     attention_softcap: float | None = None
     alibi_slopes: list | None = None
+    alibi_rounded: bool = False
     qk_norm: str | None = None
     qk_norm_eps: float = 1e-6
     qk_norm_dim: int = 0

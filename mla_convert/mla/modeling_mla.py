@@ -200,7 +200,7 @@ class MLAModel(MLAPreTrainedModel):
         angles = self.rotary_emb(position_ids, inputs_embeds.dtype)
         if self.config.alibi_slopes is not None:
             tokens = inputs_embeds.shape[1] + (cache.get_seq_length() if cache is not None else 0)
-            kwargs["score_bias"] = self._score_bias(tokens, inputs_embeds)
+            kwargs["score_bias"] = self._score_bias(tokens, inputs_embeds, attention_mask)
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
             hidden_states = hidden_states + self.embed_positions(position_ids)
@@ -218,13 +218,18 @@ class MLAModel(MLAPreTrainedModel):
         hidden_states = self.norm(hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{_CACHE_FIELD: cache})
 
-    def _score_bias(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
+    def _score_bias(self, tokens: int, like: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """ALiBi (Press et al., 2022) of so many keys, [1 H 1 T]: slope·(distance from the last key).
 
         A softmax sees differences of scores alone, so that one row serves all queries; and counted from the end, the
-        keys near most queries have the smallest numbers, which narrow dtypes hold best.
+        keys near most queries have the smallest numbers, which narrow dtypes hold best. With `alibi_rounded` it is
+        slope·(place in the text), [1 or B, H 1 T], for that is what was rounded.
         """
         slopes = torch.tensor(self.config.alibi_slopes, dtype=torch.float32, device=like.device)
+        if self.config.alibi_rounded:
+            seen = torch.ones(1, tokens, device=like.device) if attention_mask is None else attention_mask
+            places = (seen.long().cumsum(-1) - 1).clamp(min=0).to(torch.bfloat16)
+            return (slopes.to(torch.bfloat16)[:, None] * places[:, None]).unsqueeze(2).to(like.dtype)
         from_last = torch.arange(1 - tokens, 1, dtype=torch.float32, device=like.device)
         return (slopes[:, None] * from_last)[None, :, None].to(like.dtype)
 

@@ -23,6 +23,7 @@ def attention_fields(spec: SourceSpec) -> dict[str, Any]:
         "attention_scale": spec.attention_scale,
         "attention_softcap": spec.attention_softcap,
         "alibi_slopes": None if spec.alibi_slopes is None else list(spec.alibi_slopes),
+        "alibi_rounded": spec.alibi_rounded,
     }
     if spec.qk_norm is not None:
         fields |= {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,13 @@ class FalconAdapter(FusedAdapter):
                 "config.json has new_decoder_architecture without parallel_attn, which its class cannot run",
                 "check both in config.json",
             )
+        dim = config.hidden_size // config.num_attention_heads
+        root = math.isqrt(dim)
+        if config.alibi and (root * root != dim or root.bit_count() > 1):
+            raise UnsupportedArchitectureError(
+                f"config.json sets alibi, whose biases the class rounds before it divides them by the root of {dim}",
+                "use a Falcon with RoPE, or with heads of 64 dims as the published ones have",
+            )
         if config.num_ln_in_parallel_attn not in ((None, 1, 2) if config.new_decoder_architecture else (None, 1)):
             raise UnsupportedArchitectureError(
                 f"config.json sets num_ln_in_parallel_attn = {config.num_ln_in_parallel_attn}, which its class cannot "
@@ -79,8 +87,11 @@ class FalconAdapter(FusedAdapter):
     def alibi(self, config: PretrainedConfig, head_dim: int) -> tuple[float, ...] | None:
         if not config.alibi:
             return None
-        # The class scales scores and biases together.
+        # The class scales scores and biases together, after it has rounded the biases.
         return tuple(slope * head_dim**-0.5 for slope in alibi_slopes(config.num_attention_heads))
+
+    def alibi_rounded(self, config: PretrainedConfig) -> bool:
+        return bool(config.alibi)
 
     def block(self, config: PretrainedConfig) -> BlockSpec:
         parallel = bool(config.parallel_attn)

@@ -78,6 +78,10 @@ class FusedAdapter(Adapter):
         """The slopes of ALiBi, one for each query head, of biases on scaled scores; None for none."""
         return None
 
+    def alibi_rounded(self, config: PretrainedConfig) -> bool:
+        """Whether these biases are rounded to bfloat16; not unless the family says otherwise."""
+        return False
+
     def norm_eps(self, config: PretrainedConfig) -> float:
         """The eps of the norms."""
         return config.layer_norm_epsilon
@@ -125,6 +129,7 @@ class FusedAdapter(Adapter):
             dtype=dtype,
             block=self.block(config),
             alibi_slopes=self.alibi(config, head_dim),
+            alibi_rounded=self.alibi_rounded(config),
         )
 
     def expected(self, spec: SourceSpec) -> Iterator[tuple[str, Role, tuple[int, ...]]]:

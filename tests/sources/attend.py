@@ -25,7 +25,10 @@ def attend(weights: AttentionWeights, hidden: Tensor, spec: SourceSpec, layer: i
             scores = spec.attention_softcap * torch.tanh(scores / spec.attention_softcap)
         if spec.alibi_slopes is not None:
             position = torch.arange(length, dtype=torch.float64)
-            scores = scores + spec.alibi_slopes[head] * (position - position[:, None])
+            bias = spec.alibi_slopes[head] * (position - position[:, None])
+            if spec.alibi_rounded:
+                bias = torch.tensor(spec.alibi_slopes[head]).bfloat16() * position.bfloat16()
+            scores = scores + bias
         result += torch.softmax(scores + mask, dim=-1) @ values[group] @ weights.w_o[:, head].double().T
     return result if weights.b_o is None else result + weights.b_o.double()
 

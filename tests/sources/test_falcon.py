@@ -27,6 +27,8 @@ class TestFalcon(AdapterConformance):
         "40b": lambda: tiny_falcon(**NEW),
         "11b": lambda: tiny_falcon(**NEW, num_ln_in_parallel_attn=1, tied=False),
         "rw": lambda: tiny_falcon(**RW),
+        # Slopes that bfloat16 does not hold.
+        "rw-16-heads": lambda: tiny_falcon(**RW, num_attention_heads=16, hidden_size=256),
         "sequential": lambda: tiny_falcon(parallel_attn=False, bias=True, activation="relu"),
         "bfloat16": lambda: tiny_falcon(dtype=torch.bfloat16),
     }
@@ -49,6 +51,25 @@ def test_biases_on_positions_are_scaled_with_the_scores(tmp_path: Path) -> None:
     # Four heads of 16 dims: 2^-2, 2^-4, 2^-6, 2^-8, over the root of 16.
     assert spec.alibi_slopes == (2.0**-4, 2.0**-6, 2.0**-8, 2.0**-10)
     assert spec.rope.dim == 0
+
+
+def test_rounded_biases_are_followed_in_a_long_text_and_in_a_padded_one(tmp_path: Path) -> None:
+    model = tiny_falcon(**RW, num_attention_heads=16, hidden_size=256)
+    source = open_source(str(save_source(model, tmp_path)))
+    decoder, reference = source.load_decoder(dtype=torch.float32), source.load_model(dtype=torch.float32)
+    ids = torch.randint(0, 288, (2, 600), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    mask[1, :37] = 0
+    with torch.no_grad():
+        expected = reference(ids, attention_mask=mask, use_cache=False).logits
+        actual = decoder(ids, attention_mask=mask, use_cache=False).logits
+    # Two float32 programs; without the rounding they differ by more than 1 here.
+    assert (actual - expected)[mask.bool()].abs().max() < 2e-4
+
+
+def test_biases_that_are_rounded_before_an_inexact_division_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedArchitectureError, match="root of 32"):
+        open_source(str(save_source(tiny_falcon(**RW, num_attention_heads=2), tmp_path)))
 
 
 @pytest.mark.parametrize(
