@@ -1,7 +1,8 @@
-"""``mla-convert inspect``: what a source is and what budgets it could be converted to, without reading its weights."""
+"""``mla-convert inspect``: what a source is, whether it converts, and what that takes, without reading its weights."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mla_convert.cli._options import (
@@ -29,9 +30,10 @@ def inspect(
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Show what a source is and what cache budgets give.
+    """Show what a source is, whether it converts exactly, what can hold it then, and what cache budgets give.
 
-    Reads the config and the tensors' names and shapes, no weights."""
+    Reads the config and the tensors' names and shapes, no weights. A source that cannot be converted is an error that
+    says why."""
     from mla_convert.cli._console import screen
 
     with screen(as_json=json, quiet=quiet, verbose=verbose) as out:
@@ -39,13 +41,15 @@ def inspect(
 
         opened = open_source(source, revision=revision, token=token)
         facts = describe(opened.spec) | {"source": source, "file_bytes": opened.file_bytes()}
-        facts["budgets"] = [_budget(opened.spec, cache) for cache in BUDGETS]
+        facts["budgets"] = [_budget(opened.spec, cache, opened.file_bytes()) for cache in BUDGETS]
         out.result(facts)
         _show(out, facts)
 
 
 def describe(spec: SourceSpec) -> dict[str, Any]:
     """Return what a spec says about a model, in the names and nesting that ``inspect --json`` prints."""
+    from mla_convert.export.obstacles import held_by
+    from mla_convert.features import BELOW, FULL_RANK, cached_besides, features, rope_sentence
     from mla_convert.spec import DTYPE_BYTES
 
     rope = spec.rope
@@ -69,7 +73,14 @@ def describe(spec: SourceSpec) -> dict[str, Any]:
             "theta": rope.parameters.get("rope_theta"),
             "dim": rope.dim,
             "frequencies": len(rope.inv_freq),
+            "layout": "interleaved" if rope.interleaved else "rotate_half",
+            "said": rope_sentence(rope),
         },
+        "special": list(features(spec)),
+        "verdict": {"kind": "exact", "at": "full rank", "said": f"{FULL_RANK} {BELOW}"},
+        "cached_besides": cached_besides(spec),
+        "key_scales": spec.key_scales,
+        "targets": {name: {"holds": not why, "reasons": list(why)} for name, why in held_by(spec).items()},
         "biases": {
             "query": spec.query_bias,
             "key": spec.key_bias,
@@ -87,10 +98,11 @@ def describe(spec: SourceSpec) -> dict[str, Any]:
     }
 
 
-def _budget(spec: SourceSpec, cache: float) -> dict[str, Any]:
+def _budget(spec: SourceSpec, cache: float, file_bytes: int) -> dict[str, Any]:
     """Return the sizes that the default recipe's plan gives for a cache budget, or why there is no such plan."""
     from mla_convert.errors import MLAConvertError
-    from mla_convert.plan import make_plan
+    from mla_convert.estimate import estimate
+    from mla_convert.plan import largest_rank, make_plan
     from mla_convert.recipe import load_recipe
 
     try:
@@ -98,12 +110,18 @@ def _budget(spec: SourceSpec, cache: float) -> dict[str, Any]:
     except MLAConvertError as error:
         return {"cache": cache, "error": error.message}
     shape = plan.layers[0]
+    takes = estimate(plan, spec.dtype, file_bytes)
+    slots = shape.rope_dim == spec.max_rope_dim
     return {
         "cache": cache,
         "kv_rank": shape.kv_rank,
         "rope_dim": shape.rope_dim,
         "cached_per_token_layer": shape.cached,
+        "exact": slots and shape.kv_rank == largest_rank(spec, shape.rope_dim),
         "provisional": plan.provisional,
+        "memory_bytes": takes.memory,
+        "disk_bytes": takes.disk,
+        "statistics_bytes": takes.statistics,
         "cache_bytes_per_token": {dtype: plan.cache_bytes_per_token(dtype) for dtype in CACHE_DTYPES},
     }
 
@@ -119,25 +137,59 @@ def _show(out: Screen, facts: dict[str, Any]) -> None:
         ("architecture", f"{facts['architecture']} ({facts['family']})"),
         ("attention", full),
         ("layers", facts["layers"]),
-        ("RoPE", f"{rope['kind']}, theta {rope['theta']}, {rope['frequencies']} frequencies"),
+        ("RoPE", rope["said"]),
+        ("special", "; ".join(facts["special"]) or "nothing"),
         ("biases", ", ".join(biases) or "none"),
         ("embeddings", "tied" if facts["tied_embeddings"] else "untied"),
         ("windows", f"{len(windowed)} layers, {windowed[0]} tokens" if windowed else "none"),
         ("weights", f"{facts['dtype']}, {facts['file_bytes']:,} bytes in files"),
         ("cached a layer and token", f"{facts['cached_per_token_layer']} numbers"),
         ("cache a token", f"{cache['bfloat16']:,} bytes in bfloat16, {cache['float32']:,} in float32"),
+        ("conversion", f"{facts['verdict']['kind']} at {facts['verdict']['at']}"),
+        *((("cached besides", facts["cached_besides"]),) if facts["cached_besides"] else ()),
+        *_held(facts["targets"]),
     ]
     out.facts(str(facts["source"]), rows)
     out.line()
-    columns = ("cache", "C (latent)", "R (RoPE)", "C + R", "bytes a token, bfloat16", "float32")
+    total = "C + R + scales" if facts["key_scales"] else "C + R"
+    columns = (
+        "cache",
+        "C (latent)",
+        "R (RoPE)",
+        total,
+        "bytes a token, bfloat16",
+        "float32",
+        "exact",
+        "memory",
+        "disk",
+    )
     divided = any(budget.get("provisional") for budget in facts["budgets"])
     title = "what budgets give (default recipe" + (", before calibration divides them)" if divided else ")")
     out.table(title, columns, [_budget_row(budget) for budget in facts["budgets"]])
+    out.line()
+    out.line(facts["verdict"]["said"])
+    out.line("Memory and disk are what a conversion by this recipe is expected to take, from sizes alone.")
+
+
+def _held(targets: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What can hold the converted model, and why the rest cannot, as rows; refusals of one reason together."""
+    yield "can be held by", ", ".join(name for name, found in targets.items() if found["holds"])
+    refusals: dict[str, list[str]] = {}
+    for name, found in targets.items():
+        if not found["holds"]:
+            refusals.setdefault(" ".join(found["reasons"]), []).append(name)
+    for reasons, names in refusals.items():
+        yield f"not by {', '.join(names)}", reasons
 
 
 def _budget_row(budget: dict[str, Any]) -> tuple[object, ...]:
     if "error" in budget:
-        return (budget["cache"], "-", "-", "-", "-", "-")
+        return (budget["cache"], *("-",) * 8)
     size = budget["cache_bytes_per_token"]
-    sizes = (f"{size['bfloat16']:,}", f"{size['float32']:,}")
-    return (budget["cache"], budget["kv_rank"], budget["rope_dim"], budget["cached_per_token_layer"], *sizes)
+    sizes = (f"{size['bfloat16']:,}", f"{size['float32']:,}", "yes" if budget["exact"] else "no")
+    takes = (_gigabytes(budget["memory_bytes"]), _gigabytes(budget["disk_bytes"]))
+    return (budget["cache"], budget["kv_rank"], budget["rope_dim"], budget["cached_per_token_layer"], *sizes, *takes)
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from mla_convert.features import block_features
 from mla_convert.spec import BlockSpec, SourceSpec
 
 if TYPE_CHECKING:
@@ -37,6 +38,40 @@ def model_obstacles(config: MLAConfig) -> Iterator[str]:
     yield from _of_block(BlockSpec(**given))
 
 
+def engine_obstacles(spec: SourceSpec) -> Iterator[str]:
+    """Why the DeepSeek classes that engines have themselves cannot hold a source or a converted model, besides."""
+    biases = {
+        "queries": spec.query_bias,
+        "the latent": spec.key_bias or spec.value_bias,
+        "the attention's output": spec.output_bias,
+        "the feed-forward layers": spec.mlp_bias,
+    }
+    found = [where for where, there in biases.items() if there]
+    if found:
+        yield f"Engines' DeepSeek classes have no biases, the model has some on {', '.join(found)}."
+    if spec.hidden_act != "silu":
+        yield f"Engines' DeepSeek classes compute SiLU, the model {spec.hidden_act}."
+
+
+def held_by(spec: SourceSpec) -> Mapping[str, tuple[str, ...]]:
+    """Each output format and export target, and why it cannot hold a source once converted; empty where it can.
+
+    What depends on the sizes of a conversion is left to ``mla-convert export --dry-run``.
+    """
+    everywhere = tuple(source_obstacles(spec))
+    stock = (*everywhere, *engine_obstacles(spec))
+    one_rope = ("Layers have RoPE of their own kinds, and the class has one.",) if spec.layer_ropes is not None else ()
+    ungated = ("The class has no biases in its feed-forward layers, the model has.",) if spec.mlp_bias else ()
+    return {
+        "native": (),
+        "deepseek": (*everywhere, *one_rope, *ungated),
+        "transformers": everywhere,
+        "vllm": everywhere,
+        "sglang": stock,
+        "gguf": stock,
+    }
+
+
 def _of_attention(softcap: float | None, *, alibi: bool, qk_norm: str | None, update: str | None) -> Iterator[str]:
     if softcap:
         yield f"Attention scores are capped at {softcap:g}, which DeepSeek's attention does not do."
@@ -50,22 +85,5 @@ def _of_attention(softcap: float | None, *, alibi: bool, qk_norm: str | None, up
 
 
 def _of_block(block: BlockSpec) -> Iterator[str]:
-    plain = BlockSpec()
-    checks = (
-        (block.norm != plain.norm, "the norms are LayerNorms"),
-        (block.norm_offset != plain.norm_offset, f"{block.norm_offset:g} is added to the norms' weights"),
-        (block.input_norms != plain.input_norms, "there are no norms before attention and feed-forward block"),
-        (block.output_norms, "what attention and feed-forward block add is normalised"),
-        (block.parallel_residual, "attention and feed-forward block run side by side"),
-        (block.mlp != plain.mlp, "the feed-forward block has no gate"),
-        (block.num_experts > 0, f"the feed-forward block is a mixture of {block.num_experts} experts"),
-        (block.embedding_scale != plain.embedding_scale, f"embeddings are scaled by {block.embedding_scale:g}"),
-        (block.residual_scale != plain.residual_scale, f"residual branches are scaled by {block.residual_scale:g}"),
-        (block.logits_scale != plain.logits_scale, f"logits are scaled by {block.logits_scale:g}"),
-        (bool(block.final_logit_softcap), f"logits are capped at {block.final_logit_softcap or 0:g}"),
-        (block.learned_positions > 0, "positions are learned embeddings"),
-        (block.embedding_norm, "the embeddings are normalised"),
-    )
-    for found, what in checks:
-        if found:
-            yield f"{what[0].upper()}{what[1:]}, which DeepSeek's decoder does not do."
+    for what in block_features(block):
+        yield f"{what[0].upper()}{what[1:]}, which DeepSeek's decoder does not do."

@@ -15,7 +15,9 @@ def test_inspect_says_what_the_config_says(cli, tiny_folder) -> None:
     facts = cli("inspect", tiny_folder, "--json").json()
     assert facts["architecture"] == "LlamaForCausalLM"
     assert facts["attention"] == {"kind": "GQA", "heads": 4, "kv_heads": 2, "head_dim": 16, "scale": 16**-0.5}
-    assert facts["rope"] == {"kind": "default", "theta": 10000.0, "dim": 16, "frequencies": 8}
+    rope = facts["rope"]
+    assert (rope["kind"], rope["theta"], rope["dim"], rope["frequencies"]) == ("default", 10000.0, 16, 8)
+    assert rope["layout"] == "rotate_half"
     assert not any(facts["biases"].values())
     assert facts["windows"] == [None] * LAYERS
     assert facts["cache_bytes_per_token"] == {"bfloat16": LAYERS * KV_WIDTH * 2, "float32": LAYERS * KV_WIDTH * 4}

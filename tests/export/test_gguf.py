@@ -209,9 +209,9 @@ def test_scales_are_powers_of_two_which_round_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: tiny_llama("MQA", bias=True), "has no biases, the model has some on queries, the latent"),
+        (lambda: tiny_llama("MQA", bias=True), "have no biases, the model has some on queries, the latent"),
         (lambda: tiny_llama("MQA", mlp_bias=True), "some on the feed-forward layers"),
-        (lambda: tiny_llama("MQA", hidden_act="gelu"), "computes SiLU, the model gelu"),
+        (lambda: tiny_llama("MQA", hidden_act="gelu"), "compute SiLU, the model gelu"),
         (lambda: tiny_llama("GQA"), "Layer 0 has several RoPE slots at one frequency"),
         (lambda: tiny_llama("MQA", llama3=True), "not powers of one number"),
     ],

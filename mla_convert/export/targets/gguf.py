@@ -14,7 +14,7 @@ from mla_convert.export.converted import ConvertedModel
 from mla_convert.export.gguf_file import TYPES, write_gguf
 from mla_convert.export.gguf_layer import attention_tensors, layer_shapes
 from mla_convert.export.gguf_tokenizer import GGUFTokenizer, gguf_tokenizer
-from mla_convert.export.obstacles import model_obstacles
+from mla_convert.export.obstacles import engine_obstacles, model_obstacles
 from mla_convert.export.padding import pad_latent, place_slots
 from mla_convert.export.progression import Progression, fit_progression
 from mla_convert.export.targets.target import ExportOptions, ExportPlan
@@ -109,14 +109,8 @@ GGUF = GGUFTarget()
 
 def _reasons(model: ConvertedModel) -> Iterator[str]:
     """Why llama.cpp's class cannot express the model, a sentence each."""
-    c = model.config
-    yield from model_obstacles(c)
-    biases = {"queries": c.query_bias, "the latent": c.latent_bias, "the attention's output": c.output_bias}
-    found = [where for where, there in (biases | {"the feed-forward layers": c.mlp_bias}).items() if there]
-    if found:
-        yield f"llama.cpp's {ARCHITECTURE} has no biases, the model has some on {', '.join(found)}."
-    if c.hidden_act != "silu":
-        yield f"llama.cpp's {ARCHITECTURE} computes SiLU, the model {c.hidden_act}."
+    yield from model_obstacles(model.config)
+    yield from engine_obstacles(model.spec)
 
 
 def _notes(model: ConvertedModel) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from mla_convert.export.converted import ConvertedModel
 from mla_convert.export.custom import unwindowed_positions
 from mla_convert.export.deepseek import eps_note, write_deepseek
 from mla_convert.export.deepseek_layer import LATENT_EPS
-from mla_convert.export.obstacles import model_obstacles
+from mla_convert.export.obstacles import engine_obstacles, model_obstacles
 from mla_convert.export.padding import pad_latent, place_slots
 from mla_convert.export.progression import Progression, fit_progression
 from mla_convert.export.targets.target import ExportOptions, ExportPlan
@@ -26,14 +26,8 @@ _PREDICTION_LAYER = 61
 
 def stock_reasons(model: ConvertedModel, dtype: str) -> Iterator[str]:
     """Why engines' own DeepSeek classes cannot hold the model, apart from its RoPE, a sentence each."""
-    c = model.config
-    yield from model_obstacles(c)
-    biases = {"queries": c.query_bias, "the latent": c.latent_bias, "the attention's output": c.output_bias}
-    found = [where for where, there in (biases | {"the feed-forward layers": c.mlp_bias}).items() if there]
-    if found:
-        yield f"Engines' DeepSeek classes have no biases, the model has some on {', '.join(found)}."
-    if c.hidden_act != "silu":
-        yield f"Engines' DeepSeek classes compute SiLU, the model {c.hidden_act}."
+    yield from model_obstacles(model.config)
+    yield from engine_obstacles(model.spec)
     if dtype == "float16":
         yield "float16 cannot hold the latent's rows, which the stock form scales by 2^-20: --dtype bfloat16."
 
