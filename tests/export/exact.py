@@ -7,8 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from mla_convert.mla import MLAWeights
+from mla_convert.plan import make_plan
+from mla_convert.recipe import load_recipe
 from mla_convert.sources import AttentionWeights, Source
 from mla_convert.spec import MLAShape, SourceSpec
+from mla_convert.transform import convert_layer
 
 
 def exact_shape(spec: SourceSpec) -> MLAShape:
@@ -61,6 +64,17 @@ def exact_layers(source: Source) -> Iterator[tuple[int, MLAWeights]]:
     """Every layer, made when its turn comes."""
     for i in range(source.spec.num_layers):
         yield i, exact_layer(source.attention(i), source.spec)
+
+
+def converted_layers(source: Source) -> tuple[list[tuple[int, MLAWeights]], MLAShape]:
+    """Every layer of any source at full size, as the conversion makes it, and the shape of each."""
+    recipe = load_recipe("exact")
+    shape = make_plan(source.spec, recipe=recipe).layers[0]
+    layers = [
+        (i, convert_layer(source.attention(i), None, source.spec.rope_of(i), shape, recipe).weights)
+        for i in range(source.spec.num_layers)
+    ]
+    return layers, shape
 
 
 def random_layers(

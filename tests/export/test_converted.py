@@ -15,8 +15,9 @@ from mla_convert.export.converted import open_converted
 from mla_convert.export.native import write_native
 from mla_convert.mla.names import to_hf
 from mla_convert.sources import open_source
-from tests.export.exact import exact_layers, exact_shape
-from tests.tiny import save_source, tiny_llama, tiny_mistral, tiny_qwen2
+from tests.export.exact import converted_layers, exact_layers, exact_shape
+from tests.tiny import save_source, tiny_gemma2, tiny_llama, tiny_mistral, tiny_olmo2, tiny_qwen2, tiny_qwen3
+from tests.tiny_families import tiny_bloom, tiny_gpt2, tiny_qwen2_moe
 
 FAMILIES = {
     "llama": lambda: tiny_llama(),
@@ -63,6 +64,38 @@ def test_layers_and_description_are_those_that_were_written(tmp_path: Path, fami
     copied = [part.target for layer in (None, *range(source.spec.num_layers)) for _, part in source.copied(layer)]
     again = [part.target for layer in (None, *range(source.spec.num_layers)) for _, part in model.copied(layer)]
     assert sorted(again) == sorted(copied)
+
+
+OTHERS = {
+    "gemma2": tiny_gemma2,
+    "qwen3": tiny_qwen3,
+    "olmo2": tiny_olmo2,
+    "qwen2-moe": tiny_qwen2_moe,
+    "bloom": tiny_bloom,
+    "gpt2": tiny_gpt2,
+    "dynamic": lambda: tiny_llama(
+        max_position_embeddings=24, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    ),
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_decoders_are_described_as_they_were(tmp_path: Path, family: str) -> None:
+    source = open_source(str(save_source(OTHERS[family](), tmp_path / "source")))
+    (tmp_path / "out").mkdir()
+    layers, shape = converted_layers(source)
+    write_native(source, layers, shape, tmp_path / "out", dtype=torch.float32)
+    model = open_converted(tmp_path / "out")
+    assert model.shapes == (shape,) * source.spec.num_layers
+    for name in ("block", "attention_softcap", "alibi_slopes", "qk_norm", "windows", "rms_norm_eps", "hidden_act"):
+        assert getattr(model.spec, name) == getattr(source.spec, name), name
+    update = source.spec.rope.update
+    assert model.spec.rope.update == update
+    for i, expected in layers:
+        found, wanted = to_hf(model.layer(i)), to_hf(expected.to(torch.float32))
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert model.layer(i).pairs == (None if update is None else expected.pairs)
 
 
 def test_what_is_not_a_converted_folder_is_refused(tmp_path: Path) -> None:

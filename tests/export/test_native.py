@@ -20,8 +20,9 @@ from mla_convert.export.reload import compare_logits, reload_logits, verify_fold
 from mla_convert.mla import MLAWeights
 from mla_convert.sources import Source, open_source
 from mla_convert.spec import MLAShape
-from tests.export.exact import exact_layers, exact_shape
-from tests.tiny import VOCAB_SIZE, save_source, tiny_llama, tiny_mistral, tiny_qwen2
+from tests.export.exact import converted_layers, exact_layers, exact_shape
+from tests.tiny import VOCAB_SIZE, save_source, tiny_gemma2, tiny_gemma3, tiny_llama, tiny_mistral, tiny_qwen2
+from tests.tiny_families import tiny_bloom, tiny_qwen2_moe
 
 FAMILIES = {
     "llama-mha": lambda: tiny_llama("MHA"),
@@ -48,8 +49,13 @@ def source_logits(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tens
 
 def written(source: Source, folder: Path, **options: object) -> Path:
     folder.mkdir()
-    arguments = {"dtype": torch.float32, **options}
-    write_native(source, exact_layers(source), exact_shape(source.spec), folder, **arguments)  # type: ignore[arg-type]
+    arguments = {
+        "layers": exact_layers(source),
+        "shape": exact_shape(source.spec),
+        "dtype": torch.float32,
+        **options,
+    }
+    write_native(source, folder=folder, **arguments)  # type: ignore[arg-type]
     return folder
 
 
@@ -70,6 +76,56 @@ def test_the_folder_loads_where_the_package_cannot_be_imported(tmp_path: Path) -
     folder = written(source, tmp_path / "out", max_shard_size="20KB")
     check = verify_folder(folder, prompt(), source_logits(model, prompt()), tolerance=1e-4, fresh_process=True)
     assert check.tokens == 80
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 24,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + pair for pair in range(8)],
+}
+# What no Llama has, all of it: capped scores, windows, four norms a layer, norms of queries and keys, experts, ALiBi.
+OTHERS = {
+    "gemma2": tiny_gemma2,
+    "gemma3": tiny_gemma3,
+    "qwen2-moe": tiny_qwen2_moe,
+    "bloom": tiny_bloom,
+    "longrope": lambda: tiny_llama(rope_parameters=LONGROPE),
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_decoders_load_where_the_package_cannot_be_imported(tmp_path: Path, family: str) -> None:
+    model = OTHERS[family]()
+    source = open_source(str(save_source(model, tmp_path / "source")))
+    layers, shape = converted_layers(source)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    write_native(source, layers, shape, folder, dtype=torch.float32)
+    # float32 rounding; anything of the model left out is off by more than 0.01
+    verify_folder(folder, prompt(), source_logits(model, prompt()), tolerance=2e-4, fresh_process=True)
+
+
+def test_the_config_says_how_frequencies_change(tmp_path: Path) -> None:
+    model = tiny_llama(rope_parameters=LONGROPE)
+    source = open_source(str(save_source(model, tmp_path / "source")))
+    layers, shape = converted_layers(source)
+    config = json.loads((written(source, tmp_path / "out", layers=layers, shape=shape) / "config.json").read_text())
+    assert config["rope_update"]["kind"] == "longrope"
+    assert config["rope_update"]["original_positions"] == 24
+    base = [10000.0 ** (-2 * pair / 16) for pair in range(8)]
+    assert config["rope_update"]["inv_freq"] == pytest.approx([base[pair] / (1.0 + pair) for pair in range(8)])
+    for pairs, frequencies in zip(config["rope_pairs"], config["rope_inv_freq"], strict=True):
+        assert sorted(pairs) == sorted([*range(8)] * 2)
+        assert frequencies == pytest.approx([base[pair] for pair in pairs])
+    for length in (20, 40):
+        logits = reload_logits(tmp_path / "out", prompt(length))
+        assert compare_logits(logits, source_logits(model, prompt(length))).max_logit_difference <= 1e-4
+    nameless = [(i, replace(weights, pairs=None)) for i, weights in layers]
+    with pytest.raises(ValueError, match="which pairs the slots turn as"):
+        written(source, tmp_path / "again", layers=nameless, shape=shape)
 
 
 def test_the_config_names_the_class_and_its_files(tmp_path: Path) -> None:
