@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from mla_convert.features import BELOW, FULL_RANK
+
 CARD_NAME = "README.md"
 
 _MEASURED_COLUMNS = (
@@ -32,6 +34,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         _introduction(record),
         "## Loading\n\n" + (_exported(record["export"]) if "export" in record else _loading(record["format"])),
         "## Cache\n\n" + _cache_table(record),
+        "## Exactness\n\n" + _exactness(record),
         "## Quality\n\n" + _quality(record["measurements"]),
         "## Recipe\n\n" + _recipe(record),
         "## Limits\n\n" + _limits(record),
@@ -127,13 +130,38 @@ def _cache_table(record: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|",
         *(f"| {name} | {_figure(n / layers)} | {n:,} | {b:,} | {ratio:.3f} |" for name, n, b, ratio in rows),
     ]
-    shapes = {(s["kv_rank"], s["rope_dim"], s["nope_dim"], s["value_dim"]) for s in record["plan"]["layers"]}
+    shapes = {tuple(shape.items()) for shape in record["plan"]["layers"]}
     if len(shapes) == 1:
-        rank, rope, nope, value = next(iter(shapes))
-        sizes = f"Latent rank C = {rank}, RoPE dim R = {rope}, no-RoPE dim N = {nope}, value dim V = {value}."
+        shape = dict(next(iter(shapes)))
+        sizes = (
+            f"Latent rank C = {shape['kv_rank']}, RoPE dim R = {shape['rope_dim']}, no-RoPE dim N = "
+            f"{shape['nope_dim']}, value dim V = {shape['value_dim']}."
+        )
+        if shape.get("key_scales"):
+            sizes += f" Cached are C + R and {shape['key_scales']} scales of keys."
     else:
         sizes = "Layers differ in their sizes; `conversion.json` lists them."
     return "\n".join(lines) + f"\n\nThe sizes follow from the config. {sizes}"
+
+
+def _exactness(record: Mapping[str, Any]) -> str:
+    """What is computed as the source does, what is not, and what the cache holds because it could not be absorbed."""
+    lines = [FULL_RANK]
+    full = record["plan"].get("full_rank")
+    if full is not None:
+        sizes = "every layer at full rank" if full else "less than that"
+        lines.append(f"This model keeps {sizes}." if full else f"This model keeps {sizes}. {BELOW}")
+    special = record["source"].get("special")
+    if special:
+        lines.append(f"Kept as the source has it: {'; '.join(special)}.")
+    if besides := record["plan"].get("cached_besides"):
+        lines.append(besides)
+    if (difference := record.get("reading_difference")) is not None:
+        lines.append(
+            "Before the conversion the source was read once as this project reads it and once by transformers' own "
+            f"class: |Δ log p| at most {_figure(difference)}."
+        )
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def _quality(measurements: Sequence[Mapping[str, Any]]) -> str:

@@ -103,6 +103,11 @@ def largest_rank(spec: SourceSpec, rope_dim: int) -> int:
     return min(keys + values, width)
 
 
+def is_full(spec: SourceSpec, shape: MLAShape) -> bool:
+    """Whether a layer of these sizes truncates nothing: every RoPE slot is kept, and all the content that there is."""
+    return shape.rope_dim == spec.max_rope_dim and shape.kv_rank == largest_rank(spec, shape.rope_dim)
+
+
 def _shape_for_budget(
     spec: SourceSpec, recipe: Recipe, share: float, format: OutputFormat, most_slots: int | None
 ) -> MLAShape:

@@ -14,6 +14,8 @@ from typing import Any
 from mla_convert import __version__
 from mla_convert.card import CARD_NAME, model_card
 from mla_convert.errors import OutputError
+from mla_convert.features import cached_besides, features
+from mla_convert.plan import is_full
 from mla_convert.spec import DTYPE_BYTES, MLAShape, OutputFormat, SourceSpec
 
 RECORD_NAME = "conversion.json"
@@ -112,6 +114,7 @@ def build_record(facts: ConversionFacts) -> dict[str, Any]:
             "num_heads": spec.num_heads,
             "num_kv_heads": spec.num_kv_heads,
             "head_dim": spec.head_dim,
+            "special": features(spec),
         },
         "format": facts.format,
         "dtype": facts.dtype,
@@ -121,6 +124,8 @@ def build_record(facts: ConversionFacts) -> dict[str, Any]:
         "refit": facts.refit,
         "plan": {
             "layers": facts.layers,
+            "full_rank": all(is_full(spec, shape) for shape in facts.layers),
+            "cached_besides": cached_besides(spec),
             "cache": {
                 "source_numbers_per_token": source_cached,
                 "numbers_per_token": cached,

@@ -19,7 +19,7 @@ from mla_convert.record import (
     build_record,
     json_safe,
 )
-from mla_convert.spec import MLAShape, RopeSpec, SourceSpec
+from mla_convert.spec import MLAShape, QKNormSpec, RopeSpec, SourceSpec
 
 SPEC = SourceSpec(
     architecture="LlamaForCausalLM",
@@ -181,3 +181,39 @@ def test_the_card_shows_only_what_was_measured() -> None:
     assert "Not measured." not in card
     assert "| a.txt | 512 | 30,208 | 29.031 | 34.568 | 0.16543 | 0.81 |" in card
     assert "| b.txt | 512 | 100 | not measured | 50 | not measured | not measured |" in card
+
+
+def _section(card: str, title: str) -> str:
+    return card.split(f"## {title}\n\n", 1)[1].split("\n## ", 1)[0]
+
+
+def test_the_card_says_what_is_exact() -> None:
+    half = _section(model_card(build_record(FACTS)), "Exactness")
+    assert "At full rank" in half
+    assert "keeps less than that" in half
+    assert "Kept as" not in half
+    # both KV heads' slots, and their 16 content dims beside them
+    whole = replace(FACTS, layers=(MLAShape(kv_rank=16, rope_dim=16, nope_dim=8, value_dim=8),) * 2)
+    assert "every layer at full rank" in _section(model_card(build_record(whole)), "Exactness")
+    one_short = replace(FACTS, layers=(*whole.layers[:1], MLAShape(kv_rank=15, rope_dim=16, nope_dim=8, value_dim=8)))
+    assert "less than that" in _section(model_card(build_record(one_short)), "Exactness")
+
+
+def test_the_card_says_what_is_cached_beside_the_latent() -> None:
+    spec = replace(SPEC, qk_norm=QKNormSpec("head", 1e-6), attention_softcap=50.0)
+    layers = (MLAShape(kv_rank=12, rope_dim=4, nope_dim=8, value_dim=8, key_scales=2),) * 2
+    record = build_record(replace(FACTS, spec=spec, layers=layers, reading_difference=2.5e-6))
+    assert record["plan"]["cache"]["numbers_per_token"] == 2 * (12 + 4 + 2)
+    card = model_card(record)
+    exactness = _section(card, "Exactness")
+    assert "capped at 50; queries and keys are normalised over each head" in exactness
+    assert "2 numbers a token and layer beside C + R" in exactness
+    assert "at most 2.5e-06" in exactness
+    assert "2 scales of keys" in _section(card, "Cache")
+
+
+def test_the_card_of_an_older_record_is_still_made() -> None:
+    record = build_record(FACTS)
+    del record["source"]["special"], record["plan"]["full_rank"], record["plan"]["cached_besides"]
+    del record["reading_difference"]
+    assert "At full rank" in model_card(record)

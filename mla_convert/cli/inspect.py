@@ -102,7 +102,7 @@ def _budget(spec: SourceSpec, cache: float, file_bytes: int) -> dict[str, Any]:
     """Return the sizes that the default recipe's plan gives for a cache budget, or why there is no such plan."""
     from mla_convert.errors import MLAConvertError
     from mla_convert.estimate import estimate
-    from mla_convert.plan import largest_rank, make_plan
+    from mla_convert.plan import is_full, make_plan
     from mla_convert.recipe import load_recipe
 
     try:
@@ -111,13 +111,12 @@ def _budget(spec: SourceSpec, cache: float, file_bytes: int) -> dict[str, Any]:
         return {"cache": cache, "error": error.message}
     shape = plan.layers[0]
     takes = estimate(plan, spec.dtype, file_bytes)
-    slots = shape.rope_dim == spec.max_rope_dim
     return {
         "cache": cache,
         "kv_rank": shape.kv_rank,
         "rope_dim": shape.rope_dim,
         "cached_per_token_layer": shape.cached,
-        "exact": slots and shape.kv_rank == largest_rank(spec, shape.rope_dim),
+        "exact": is_full(spec, shape),
         "provisional": plan.provisional,
         "memory_bytes": takes.memory,
         "disk_bytes": takes.disk,
