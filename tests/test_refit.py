@@ -25,7 +25,7 @@ from mla_convert.sources import Source, open_source
 from mla_convert.spec import MLAShape
 from mla_convert.transform import convert_layer
 from tests.calibrate.models import contexts
-from tests.tiny import HEAD_DIM, save_source, tiny_llama, tiny_mistral, tiny_qwen2
+from tests.tiny import HEAD_DIM, save_source, tiny_llama, tiny_mistral, tiny_olmo2, tiny_qwen2
 
 LAYERS = 3
 KINDS = {
@@ -33,6 +33,7 @@ KINDS = {
     "bias": lambda: tiny_llama("GQA", bias=True, num_hidden_layers=LAYERS),
     "window": lambda: tiny_mistral(window=6, num_hidden_layers=LAYERS),
     "qwen2": lambda: tiny_qwen2(window=6, num_hidden_layers=LAYERS),
+    "norms": lambda: tiny_olmo2(num_hidden_layers=LAYERS),
     "yarn": lambda: tiny_llama(
         "GQA",
         num_hidden_layers=LAYERS,
@@ -59,7 +60,7 @@ class Walk:
         self.source, self.shape = source, shape
         self.recipe = load_recipe("default")
         self.contexts = contexts(24, length=24)
-        model = source.load_model(dtype=torch.float32)
+        model = source.load_decoder(dtype=torch.float32)
         self.statistics = collect(model, source.spec, self.contexts, gradients=True, seed=0)
 
     def convert(self, i: int, refit: LayerRefit) -> Any:
@@ -73,7 +74,7 @@ class Walk:
 
     def attention_errors(self, refits: tuple[LayerRefit, ...]) -> list[float]:
         """Each layer's Σ w ‖a_S - a_T‖² / Σ w ‖a_T‖², from two whole models run at once with hooks."""
-        teacher, student = (self.source.load_model(dtype=torch.float32) for _ in range(2))
+        teacher, student = (self.source.load_decoder(dtype=torch.float32) for _ in range(2))
         for i, refit in enumerate(refits):
             student.model.layers[i].self_attn = ConvertedAttention(self.convert(i, refit), self.source.spec)
         seen: dict[str, list[Tensor]] = {"wanted": [], "found": [], "hidden": []}
@@ -86,9 +87,11 @@ class Walk:
             teacher(self.contexts, use_cache=False)
             student(self.contexts, use_cache=False)
         errors = []
-        for wanted, found, hidden in zip(seen["wanted"], seen["found"], seen["hidden"], strict=True):
-            energy = (hidden + wanted).square().sum(-1)
-            weight = (energy.median() / energy).clamp_max(4.0)
+        streams = zip(seen["wanted"], seen["found"], seen["hidden"], teacher.model.layers, strict=True)
+        for wanted, found, hidden, layer in streams:
+            added = layer.added(wanted.float()).double()
+            energy = (hidden + added).square().sum(-1)
+            weight = (energy.median() / energy).clamp_max(4.0) * added.square().sum(-1) / wanted.square().sum(-1)
             lost, whole = ((x.square().sum(-1) * weight).sum() for x in (found - wanted, wanted))
             errors.append((lost / whole).item())
         return errors

@@ -1,12 +1,15 @@
+import pytest
 import torch
 
 from mla_convert.heal.gradients import output_metrics
-from tests.tiny import tiny_llama
+from mla_convert.sources import open_source
+from tests.tiny import save_source, tiny_llama, tiny_olmo2
 
 
-def test_moments_are_those_of_gradients_taken_one_layer_at_a_time():
-    """Against autograd on a model whose one layer's attention output has a variable added, with labels drawn alike."""
-    model = tiny_llama().eval()
+@pytest.mark.parametrize("make", [tiny_llama, tiny_olmo2], ids=["norms before", "norms after"])
+def test_moments_are_those_of_gradients_taken_one_layer_at_a_time(make, tmp_path):
+    """Against autograd on a model to which a variable is added where attention adds, with labels drawn alike."""
+    model = open_source(str(save_source(make(), tmp_path / "source"))).load_decoder(dtype=torch.float32)
     ids = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
     found = output_metrics(model, ids, seed=5)
     for index, layer in enumerate(model.model.layers):
@@ -19,17 +22,16 @@ def test_moments_are_those_of_gradients_taken_one_layer_at_a_time():
             def before(_module, args, kwargs, kept=kept):
                 kept["state"] = (args[0] if args else kwargs["hidden_states"]).detach()
 
-            def after(_module, _args, result, kept=kept, added=added):
-                kept["output"] = result[0].detach()
-                return (result[0] + added, *result[1:])
+            def attention_adds(attended, layer=layer, kept=kept, added=added):
+                kept["output"] = type(layer).added(layer, attended).detach()
+                return type(layer).added(layer, attended) + added
 
-            handles = [
-                layer.register_forward_pre_hook(before, with_kwargs=True),
-                layer.self_attn.register_forward_hook(after),
-            ]
+            handles = [layer.register_forward_pre_hook(before, with_kwargs=True)]
+            layer.added = attention_adds
             logits = model(ids[row : row + 1], use_cache=False).logits[0]
             for handle in handles:
                 handle.remove()
+            del layer.added
             cumulative = logits.detach().softmax(-1).cumsum(-1, dtype=torch.float64)
             drawn = torch.rand(len(cumulative), 1, dtype=torch.float64, generator=generator)
             labels = torch.searchsorted(cumulative, drawn * cumulative[:, -1:])[:, 0].clamp_max(logits.shape[1] - 1)
