@@ -66,13 +66,15 @@ check: $(installed)  ## Formatting, lint, types, import contracts, generated doc
 	$(bin)/pyright --pythonpath $(bin)/python
 	$(bin)/lint-imports
 	$(bin)/python docs/generate_cli.py --check
+	$(bin)/python docs/generate_families.py --check
 
 format: $(installed)  ## Format the code and apply ruff's safe fixes
 	$(bin)/ruff format .
 	$(bin)/ruff check --fix .
 
-docs: $(installed)  ## Write docs/cli.md anew from the command line's own help
+docs: $(installed)  ## Write docs/cli.md and docs/families.md anew, from the command line's own help and the families
 	$(bin)/python docs/generate_cli.py
+	$(bin)/python docs/generate_families.py
 
 clean:  ## Remove the virtual environment and everything built
 	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -13,10 +13,41 @@ BELOW = (
     "does."
 )
 
+TRAITS = (
+    *("windows", "softcaps", "QK-norm", "ALiBi", "learned positions", "partial RoPE", "neighbouring pairs"),
+    *("RoPE by layer", "scaled RoPE", "LayerNorm", "output norms", "parallel block", "ungated", "experts", "biases"),
+    "scales",
+)
+
 
 def features(spec: SourceSpec) -> tuple[str, ...]:
     """What is special about a source, a clause each; none for a plain Llama."""
     return (*_attention(spec), *_rope(spec), *_windows(spec), *block_features(spec.block), *_biases(spec))
+
+
+def traits(spec: SourceSpec) -> tuple[str, ...]:
+    """The same in a word or two each, without a model's sizes: those of :data:`TRAITS` that it has, in their order."""
+    block, ropes = spec.block, _ropes(spec)
+    factors = (block.embedding_scale, block.residual_scale, block.logits_scale)
+    found = (
+        any(window is not None for window in spec.windows),
+        bool(spec.attention_softcap or block.final_logit_softcap),
+        spec.qk_norm is not None,
+        spec.alibi_slopes is not None,
+        block.learned_positions > 0,
+        any(0 < rope.dim < spec.head_dim for rope in ropes),
+        any(rope.interleaved for rope in ropes),
+        len(set(map(rope_sentence, ropes))) > 1,
+        any(rope.kind not in ("default", "none") for rope in ropes),
+        block.norm == "layer",
+        block.output_norms,
+        block.parallel_residual,
+        block.mlp == "plain",
+        block.num_experts > 0,
+        any(_biases(spec)),
+        any(factor != 1.0 for factor in factors) or not _usual_scale(spec),
+    )
+    return tuple(trait for trait, there in zip(TRAITS, found, strict=True) if there)
 
 
 def cached_besides(spec: SourceSpec) -> str | None:
@@ -56,7 +87,7 @@ def block_features(block: BlockSpec) -> Iterator[str]:
 
 
 def _attention(spec: SourceSpec) -> Iterator[str]:
-    if not math.isclose(spec.attention_scale, spec.head_dim**-0.5, rel_tol=1e-6):
+    if not _usual_scale(spec):
         yield f"attention scores are scaled by {spec.attention_scale:.6g} instead of {spec.head_dim**-0.5:.6g}"
     if spec.attention_softcap:
         yield f"attention scores are capped at {spec.attention_softcap:g}"
@@ -65,6 +96,10 @@ def _attention(spec: SourceSpec) -> Iterator[str]:
     if spec.qk_norm is not None:
         over = "each head" if spec.qk_norm.scope == "head" else "all heads together"
         yield f"queries and keys are normalised over {over}"
+
+
+def _usual_scale(spec: SourceSpec) -> bool:
+    return math.isclose(spec.attention_scale, spec.head_dim**-0.5, rel_tol=1e-6)
 
 
 def _rope(spec: SourceSpec) -> Iterator[str]:

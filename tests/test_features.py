@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mla_convert.features import cached_besides, features, rope_sentence
+from mla_convert.features import TRAITS, cached_besides, features, rope_sentence, traits
 from mla_convert.spec import BlockSpec, QKNormSpec, RopeSpec, RopeUpdate, SourceSpec, no_rope
 
 ROPE = RopeSpec(8, (1.0, 0.1, 0.01, 0.001), parameters={"rope_theta": 10000.0})
@@ -64,6 +64,31 @@ def test_each_feature_is_said_and_nothing_else(kind: str) -> None:
     said = features(spec)
     assert len(said) == len(expected)
     assert all(word in clause for word, clause in zip(expected, said, strict=True)), said
+
+
+TRAITS_OF = {
+    "scale": ("scales",),
+    "softcap": ("softcaps",),
+    "ALiBi": ("ALiBi",),
+    "QK-norm": ("QK-norm",),
+    "partial": ("partial RoPE", "neighbouring pairs"),
+    "two RoPEs": ("partial RoPE", "neighbouring pairs", "RoPE by layer"),
+    "window": ("windows",),
+    "biases": ("biases",),
+    "experts": ("experts",),
+}
+
+
+def test_traits_are_the_features_in_a_word() -> None:
+    assert traits(PLAIN) == ()
+    for kind, expected in TRAITS_OF.items():
+        assert traits(OTHERS[kind][0]) == expected, kind
+    block = BlockSpec(
+        norm="layer", output_norms=True, parallel_residual=True, mlp="plain", learned_positions=4, logits_scale=2.0
+    )
+    expected = ("learned positions", "LayerNorm", "output norms", "parallel block", "ungated", "scales")
+    assert traits(replace(PLAIN, block=block)) == expected
+    assert set(expected) < set(TRAITS)
 
 
 @pytest.mark.parametrize(("scope", "count"), [("head", "2 numbers"), ("all", "one number")])
