@@ -14,6 +14,7 @@ import numpy as np
 
 from mla_convert.errors import SourceError, UnsupportedArchitectureError
 from mla_convert.sources.gguf_reader import import_gguf
+from mla_convert.sources.refusals import refuse_gguf_architecture
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -63,13 +64,9 @@ def gguf_architecture(reader: GGUFReader, path: Path) -> str:
     Raises:
         UnsupportedArchitectureError: it is not one of :data:`ARCHITECTURES`.
     """
-    found = _value(reader, "general.architecture")
-    if found not in ARCHITECTURES:
-        raise UnsupportedArchitectureError(
-            f"no source adapter for the GGUF architecture '{found}' of '{path.name}'",
-            f"use a GGUF file of architecture {' or '.join(ARCHITECTURES)}",
-        )
-    return str(found)
+    found = str(_value(reader, "general.architecture"))
+    refuse_gguf_architecture(found, path.name, tuple(ARCHITECTURES))
+    return found
 
 
 def gguf_config(reader: GGUFReader, path: Path) -> dict[str, Any]:

@@ -81,6 +81,19 @@ _BODY = _Kind(
 )
 _BY_NAME = (_OWN, _ENCODER_DECODER, _STATE_SPACE, _MULTIMODAL, _ENCODER, _TASK_HEAD, _BODY)
 
+# llama.cpp's names of architectures of these kinds.
+_GGUF: Mapping[str, _Kind] = {
+    **dict.fromkeys(("t5", "t5encoder"), _ENCODER_DECODER),
+    **dict.fromkeys(
+        ("mamba", "mamba2", "jamba", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "falcon-h1", "nemotron_h", "lfm2"),
+        _STATE_SPACE,
+    ),
+    **dict.fromkeys(("granitehybrid", "plamo2", "qwen3next", "kimi-linear"), _STATE_SPACE),
+    **dict.fromkeys(("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "modern-bert", "neo-bert"), _ENCODER),
+    "clip": _MULTIMODAL,
+}
+_GGUF_LATENT = ("deepseek2", "minicpm3", "plm")
+
 # Fields and layer types that say of a config what its class's name may not.
 _OWN_TYPES = ("mla_convert", "deepseek_mla")
 _STATE_FIELDS = ("ssm_cfg", "mamba_d_state", "mamba_d_ssm", "mamba_d_conv", "ssm_state_size", "linear_num_value_heads")
@@ -143,6 +156,30 @@ def _kind(architecture: str, fields: Mapping[str, Any]) -> _Kind | None:
     if by_name is None and any(fields.get(name) for name in _SENSES):
         return _MULTIMODAL
     return by_name
+
+
+def refuse_gguf_architecture(architecture: str, file: str, known: Sequence[str]) -> None:
+    """Raise where a GGUF file is of none of ``known``, llama.cpp's names, for the most telling reason there is.
+
+    Raises:
+        UnsupportedArchitectureError: so it is.
+    """
+    if architecture in known:
+        return
+    if architecture in _GGUF_LATENT:
+        raise UnsupportedArchitectureError(
+            f"'{file}' holds a model of GGUF architecture '{architecture}', with multi-head latent attention already",
+            "it needs no conversion: use a source with MHA, GQA or MQA",
+        )
+    if (kind := _GGUF.get(architecture)) is not None:
+        raise UnsupportedArchitectureError(
+            f"the GGUF architecture '{architecture}' of '{file}' is {kind.what}", "use a model of another kind"
+        )
+    raise UnsupportedArchitectureError(
+        f"no source adapter for the GGUF architecture '{architecture}' of '{file}'",
+        f"use the model's safetensors checkpoint, of which more families are known, or a GGUF file of architecture "
+        f"{' or '.join(known)}",
+    )
 
 
 def unknown_architecture(

@@ -11,7 +11,7 @@ import pytest
 import mla_convert.sources.safetensors_reader as reader
 from mla_convert.errors import MLAConvertError, SourceError, UnsupportedArchitectureError
 from mla_convert.sources import open_source
-from mla_convert.sources.refusals import nearest
+from mla_convert.sources.refusals import nearest, refuse_gguf_architecture
 from tests.tiny import save_source, tiny_llama
 
 # config.json's fields -> words of the message, and of the remedy.
@@ -154,3 +154,23 @@ def test_a_model_beside_an_adapter_opens(tmp_path: Path) -> None:
 )
 def test_kin_is_known_by_the_beginning_of_the_name(architecture: str, kin: tuple[str, ...]) -> None:
     assert nearest(architecture, ("Qwen2ForCausalLM", "Phi3ForCausalLM", "GPT2LMHeadModel")) == kin
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message", "remedy"),
+    [
+        ("gemma2", "no source adapter for the GGUF architecture 'gemma2'", "safetensors checkpoint"),
+        ("deepseek2", "latent attention already", "needs no conversion"),
+        ("mamba", "state-space", "another kind"),
+        ("t5", "encoder-decoder", "another kind"),
+        ("bert", "an encoder", "another kind"),
+        ("clip", "multimodal", "another kind"),
+    ],
+)
+def test_a_gguf_architecture_is_refused_for_what_it_is(architecture: str, message: str, remedy: str) -> None:
+    with pytest.raises(UnsupportedArchitectureError) as caught:
+        refuse_gguf_architecture(architecture, "model.gguf", ("llama", "qwen2"))
+    assert message in caught.value.message
+    assert "model.gguf" in caught.value.message
+    assert remedy in caught.value.remedy
+    refuse_gguf_architecture("llama", "model.gguf", ("llama", "qwen2"))
