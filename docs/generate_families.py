@@ -27,6 +27,10 @@ A source is known by the entry of `architectures` in its `config.json`. Those be
 rank; anything else is refused with the reason and what to do. `mla-convert inspect SOURCE` says what a checkpoint has.
 [Adding a family](add-a-model.md) is one file.
 
+Weights may be stored as float32, bfloat16 or float16, or as float8 with scales for blocks, rows or tensors (`fp8`, and
+`compressed-tensors` of that kind), which are read as their product rounded to bfloat16. GGUF files of Llama, Mistral and
+Qwen2 are read too. Other quantised checkpoints are refused, each method with what to do instead.
+
 The difference is the largest |Δ logit| between transformers' own class and the converted model, expanded or absorbed,
 over all tiny random variants of the family that the tests build, by recipe `exact` in float32{versions}; shown
 is the variant where it is largest beside the standard deviation σ of the logits. What is left is rounding.
