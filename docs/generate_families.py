@@ -28,8 +28,8 @@ rank; anything else is refused with the reason and what to do. `mla-convert insp
 [Adding a family](add-a-model.md) is one file.
 
 Weights may be stored as float32, bfloat16 or float16, or as float8 with scales for blocks, rows or tensors (`fp8`, and
-`compressed-tensors` of that kind), which are read as their product rounded to bfloat16. GGUF files of Llama, Mistral and
-Qwen2 are read too. Other quantised checkpoints are refused, each method with what to do instead.
+`compressed-tensors` of that kind), which are read as their product rounded to bfloat16. GGUF files of Llama, Mistral
+and Qwen2 are read too. Other quantised checkpoints are refused, each method with what to do instead.
 
 The difference is the largest |Δ logit| between transformers' own class and the converted model, expanded or absorbed,
 over all tiny random variants of the family that the tests build, by recipe `exact` in float32{versions}; shown
