@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class ConvertedModel:
             attention_softcap=c.attention_softcap,
             alibi_slopes=None if c.alibi_slopes is None else tuple(c.alibi_slopes),
             alibi_rounded=c.alibi_rounded,
-            qk_norm=None if c.qk_norm is None else QKNormSpec(c.qk_norm, c.qk_norm_eps),
+            qk_norm=None if c.qk_norm is None else QKNormSpec("all" if c.qk_norm == "all" else "head", c.qk_norm_eps),
         )
 
     @property
@@ -172,16 +172,17 @@ class ConvertedModel:
 
 
 def _block(config: MLAConfig) -> BlockSpec:
-    named = {field.name: getattr(config, field.name) for field in fields(BlockSpec)}
-    expert_layers = None if config.expert_layers is None else tuple(config.expert_layers)
-    return BlockSpec(**named | {"expert_layers": expert_layers})
+    named: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(BlockSpec)}
+    named["expert_layers"] = None if config.expert_layers is None else tuple(config.expert_layers)
+    return BlockSpec(**named)
 
 
 def _rope_update(config: MLAConfig) -> RopeUpdate | None:
     if config.rope_update is None:
         return None
-    named = {field.name: config.rope_update[field.name] for field in fields(RopeUpdate)}
-    return RopeUpdate(**named | {"inv_freq": tuple(named["inv_freq"])})
+    named: dict[str, Any] = {field.name: config.rope_update[field.name] for field in fields(RopeUpdate)}
+    named["inv_freq"] = tuple(named["inv_freq"])
+    return RopeUpdate(**named)
 
 
 def open_converted(folder: Path) -> ConvertedModel:

@@ -151,7 +151,7 @@ class MLAConfig(PreTrainedConfig):
     def _check_rope_update(self, slots: list[int]) -> None:
         if (self.rope_update is None) != (self.rope_pairs is None):
             raise ValueError("rope_update and rope_pairs go together: give both or neither")
-        if self.rope_update is None:
+        if self.rope_update is None or self.rope_pairs is None:
             return
         if self.rope_update["kind"] not in ("longrope", "dynamic"):
             raise ValueError(f"rope_update is of 'longrope' or 'dynamic' kind, got {self.rope_update['kind']!r}")

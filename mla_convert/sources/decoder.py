@@ -7,7 +7,7 @@ conversion compares the two.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from jaxtyping import Float
@@ -64,7 +64,7 @@ class GroupedAttention(nn.Module):
         value = self._heads(self.v_proj(hidden_states), None)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        implementation = self.config._attn_implementation
+        implementation = self.config._attn_implementation or "eager"
         changes = {"softcap": self.config.attention_softcap, "score_bias": score_bias}
         changes = {name: change for name, change in changes.items() if change is not None}
         if self.key_norm is not None:  # calibration records keys before their norm; others have no use for it
@@ -101,12 +101,12 @@ def load_decoder(source: Source, *, dtype: torch.dtype, device: str = "cpu") -> 
         UnaccountedTensorError: a tensor is not one of the native class, or one of its own is left without a value.
     """
     spec = source.spec
-    config = _config(spec)
     with torch.device("meta"):
-        model = MLAForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = MLAForCausalLM._from_config(_config(spec), dtype=dtype, attn_implementation="sdpa")
+    config = cast("MLAConfig", model.config)
     for i, layer in enumerate(model.model.layers):
         weights = source.attention(i).to(dtype, device)
-        layer.self_attn = GroupedAttention(weights, model.config, i)
+        layer.self_attn = GroupedAttention(weights, config, i)
         del weights
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     for layer in (None, *range(spec.num_layers)):
@@ -122,7 +122,7 @@ def load_decoder(source: Source, *, dtype: torch.dtype, device: str = "cpu") -> 
             del value  # else it would still be held while the next one is read
     if spec.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    model.model.rotary_emb = MLARotaryEmbedding(model.config).to(device)
+    model.model.rotary_emb = MLARotaryEmbedding(config).to(device)
     left = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]
     if left:
         raise UnaccountedTensorError(f"no tensor of the source is {', '.join(left[:6])}", "report this as a bug")
