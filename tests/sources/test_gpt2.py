@@ -19,6 +19,7 @@ class TestGPT2(AdapterConformance):
     stored_attention = "transformer.h.{}.attn."
     rotary_path = None
     dropped = ("transformer.h.0.attn.bias", (1, 1, 256, 256))
+    shifts = False
     variants: ClassVar = {
         "tied": tiny_gpt2,
         "untied": lambda: tiny_gpt2(tied=False, n_inner=96, activation_function="relu"),
