@@ -164,8 +164,7 @@ class MLAModel(MLAPreTrainedModel):
                 "static caches are not supported: leave cache_implementation out, or use "
                 "mla_convert.decode.PagedLatentCache"
             )
-        pages = hasattr(cache, "attend_latent")
-        if pages and self.config.reason_against_paging is not None:
+        if hasattr(cache, "attend_latent") and self.config.reason_against_paging is not None:
             raise ValueError(
                 f"a cache that attends by itself cannot serve this model: {self.config.reason_against_paging}"
             )
@@ -181,6 +180,30 @@ class MLAModel(MLAPreTrainedModel):
         if backend != self._logged_backend and not torch.compiler.is_compiling():
             log.info("absorbed decoding uses %s: %s", backend.name, backend.reason)
             self._logged_backend = backend
+        arguments = self.layer_arguments(inputs_embeds, attention_mask, position_ids, cache)
+        hidden_states = self.embed(inputs_embeds, position_ids)
+        for layer, own in zip(self.layers, arguments, strict=True):
+            hidden_states = layer(hidden_states, cache=cache, decode_backend=backend.name, **own, **kwargs)
+        hidden_states = self.norm(hidden_states)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{_CACHE_FIELD: cache})
+
+    def embed(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Return what the first layer reads, [B S D]: embeddings with learned positions and a norm, where there are."""
+        if self.embed_positions is not None:
+            inputs_embeds = inputs_embeds + self.embed_positions(position_ids)
+        return inputs_embeds if self.embed_norm is None else self.embed_norm(inputs_embeds)
+
+    def layer_arguments(
+        self,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        cache: Cache | None = None,
+    ) -> list[dict]:
+        """Return what each layer is called with beside the hidden states: its mask, its angles and any score bias.
+
+        Of inputs_embeds [B S .] only the shape, dtype and device count.
+        """
         mask_arguments = {
             "config": self.config,
             "inputs_embeds": inputs_embeds,
@@ -190,33 +213,22 @@ class MLAModel(MLAPreTrainedModel):
         }
         layer_types = self.config.layer_types or ["full_attention"] * len(self.layers)
         # A cache that attends by itself knows what its sequences see; it needs no mask and takes none.
-        kinds = set() if pages else set(layer_types)
+        kinds = set() if hasattr(cache, "attend_latent") else set(layer_types)
         masks = {
             kind: (create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask)(
                 **mask_arguments
             )
             for kind in kinds
         }
-        angles = self.rotary_emb(position_ids, inputs_embeds.dtype)
+        shared = {}
         if self.config.alibi_slopes is not None:
             tokens = inputs_embeds.shape[1] + (cache.get_seq_length() if cache is not None else 0)
-            kwargs["score_bias"] = self._score_bias(tokens, inputs_embeds, attention_mask)
-        hidden_states = inputs_embeds
-        if self.embed_positions is not None:
-            hidden_states = hidden_states + self.embed_positions(position_ids)
-        if self.embed_norm is not None:
-            hidden_states = self.embed_norm(hidden_states)
-        for i, layer in enumerate(self.layers):
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=masks.get(layer_types[i]),
-                position_embeddings=angles[i],
-                cache=cache,
-                decode_backend=backend.name,
-                **kwargs,
-            )
-        hidden_states = self.norm(hidden_states)
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{_CACHE_FIELD: cache})
+            shared["score_bias"] = self._score_bias(tokens, inputs_embeds, attention_mask)
+        angles = self.rotary_emb(position_ids, inputs_embeds.dtype)
+        return [
+            {"attention_mask": masks.get(kind), "position_embeddings": turns, **shared}
+            for kind, turns in zip(layer_types, angles, strict=True)
+        ]
 
     def _score_bias(self, tokens: int, like: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """ALiBi (Press et al., 2022) of so many keys, [1 H 1 T]: slope·(distance from the last key).

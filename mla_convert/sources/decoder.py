@@ -7,6 +7,7 @@ conversion compares the two.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -100,34 +101,71 @@ def load_decoder(source: Source, *, dtype: torch.dtype, device: str = "cpu") -> 
         FormatError: the native class cannot hold the source's windows or its rotary embeddings.
         UnaccountedTensorError: a tensor is not one of the native class, or one of its own is left without a value.
     """
-    spec = source.spec
-    with torch.device("meta"):
-        model = MLAForCausalLM._from_config(_config(spec), dtype=dtype, attn_implementation="sdpa")
-    config = cast("MLAConfig", model.config)
-    for i, layer in enumerate(model.model.layers):
-        weights = source.attention(i).to(dtype, device)
-        layer.self_attn = GroupedAttention(weights, config, i)
-        del weights
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    for layer in (None, *range(spec.num_layers)):
-        for name, part in source.copied(layer):
-            value = part.take(source.tensor(name)).to(device=device, dtype=dtype)
-            if shapes.get(part.target) != value.shape:
-                raise UnaccountedTensorError(
-                    f"'{name}' is to be '{part.target}' {list(value.shape)}, which the native class has not",
-                    "report this as a bug",
-                )
-            path, _, leaf = part.target.rpartition(".")
-            setattr(model.get_submodule(path), leaf, nn.Parameter(value))
-            del value  # else it would still be held while the next one is read
-    if spec.tie_word_embeddings:
+    model = empty_decoder(source.spec, dtype, device)
+    for layer in (None, *range(source.spec.num_layers)):
+        fill_decoder(model, source, layer, dtype, device)
+    if source.spec.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    model.model.rotary_emb = MLARotaryEmbedding(config).to(device)
     left = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]
     if left:
         raise UnaccountedTensorError(f"no tensor of the source is {', '.join(left[:6])}", "report this as a bug")
+    return model
+
+
+def empty_decoder(spec: SourceSpec, dtype: torch.dtype, device: str = "cpu") -> MLAForCausalLM:
+    """Return the model of :func:`load_decoder` on the meta device, but for its frequencies.
+
+    Raises:
+        FormatError: see :func:`load_decoder`.
+    """
+    with torch.device("meta"):
+        model = MLAForCausalLM._from_config(_config(spec), dtype=dtype, attn_implementation="sdpa")
+    model.model.rotary_emb = MLARotaryEmbedding(cast("MLAConfig", model.config)).to(device)
     model.set_decode_backend("torch")
     return model.eval()
+
+
+def fill_decoder(
+    model: MLAForCausalLM,
+    source: Source,
+    layer: int | None,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    names: Container[str] | None = None,
+) -> None:
+    """Read what a layer of the source is, or for None what is outside its layers, into an empty decoder.
+
+    Args:
+        names: the parameters to fill, where not all of them are wanted.
+
+    Raises:
+        UnaccountedTensorError: a tensor is not one of the native class.
+    """
+    if layer is not None:
+        weights = source.attention(layer).to(dtype, device)
+        model.model.layers[layer].self_attn = GroupedAttention(weights, cast("MLAConfig", model.config), layer)
+        del weights
+    for name, part in source.copied(layer):
+        if names is not None and part.target not in names:
+            continue
+        value = part.take(source.tensor(name)).to(device=device, dtype=dtype)
+        path, _, leaf = part.target.rpartition(".")
+        module = _submodule(model, path)
+        wanted = getattr(module, leaf, None)
+        if wanted is None or wanted.shape != value.shape:
+            raise UnaccountedTensorError(
+                f"'{name}' is to be '{part.target}' {list(value.shape)}, which the native class has not",
+                "report this as a bug",
+            )
+        setattr(module, leaf, nn.Parameter(value))
+        del value  # else it would still be held while the next one is read
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def _config(spec: SourceSpec) -> MLAConfig:
