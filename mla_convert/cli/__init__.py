@@ -14,6 +14,8 @@ from typing import Annotated
 
 import typer
 
+from mla_convert.cli._interrupts import InterruptedRunError, interruption
+from mla_convert.cli._mistakes import explain
 from mla_convert.cli.absorb import absorb
 from mla_convert.cli.convert import convert
 from mla_convert.cli.evaluate import evaluate
@@ -21,6 +23,7 @@ from mla_convert.cli.export import export
 from mla_convert.cli.generate import generate
 from mla_convert.cli.heal import heal
 from mla_convert.cli.inspect import inspect
+from mla_convert.cli.recipes import recipes
 from mla_convert.cli.serve import serve
 from mla_convert.cli.verify import verify
 from mla_convert.errors import MLAConvertError
@@ -28,12 +31,14 @@ from mla_convert.errors import MLAConvertError
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h
 
+# The packages that decide a result, and those that a user's report of a fault needs.
+DECISIVE = ("torch", "transformers", "safetensors", "triton", "tokenizers", "huggingface_hub", "datasets", "gguf")
+
 app = typer.Typer(
     name="mla-convert",
     help="Convert grouped-query attention checkpoints to multi-head latent attention, and measure what it cost.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -49,7 +54,7 @@ def _print_versions(wanted: bool) -> None:
 
     typer.echo(f"mla-convert {__version__}")
     typer.echo(f"python {platform.python_version()}")
-    for package in ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "datasets", "gguf"):
+    for package in DECISIVE:
         try:
             typer.echo(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
@@ -74,8 +79,22 @@ def _start(
         typer.echo(context.get_help())
 
 
-for _command in (inspect, convert, heal, evaluate, absorb, export, verify, serve, generate):
-    app.command()(_command)
+# Each command with the example that its help ends with.
+COMMANDS = (
+    (inspect, "mla-convert inspect builtin:smollm2-135m"),
+    (recipes, "mla-convert recipes show default > mine.yaml"),
+    (convert, "mla-convert convert builtin:smollm2-135m out/mla --cache 0.5 --calibration builtin:pydoc"),
+    (heal, "mla-convert heal out/mla out/healed --teacher builtin:smollm2-135m --text builtin:pydoc"),
+    (evaluate, "mla-convert evaluate out/mla --against builtin:smollm2-135m --text builtin:pydoc --max-tokens 8192"),
+    (absorb, "mla-convert absorb out/mla"),
+    (export, "mla-convert export out/mla out/served --target transformers"),
+    (verify, "mla-convert verify out/served --engine transformers"),
+    (serve, "mla-convert serve out/served"),
+    (generate, 'mla-convert generate out/mla --prompt "The first programming language was"'),
+)
+for _command, _example in COMMANDS:
+    # \b: not to be wrapped, so that it can be copied.
+    app.command(epilog=f"Example:\n\n\b\n{_example}")(_command)
 
 
 def _fail(message: str, remedy: str, exit_code: int) -> int:
@@ -99,6 +118,9 @@ def run(arguments: Sequence[str]) -> int:
 def _run(arguments: Sequence[str], log: logging.Logger) -> int:
     try:
         outcome = app(list(arguments), prog_name="mla-convert", standalone_mode=False)
+    except InterruptedRunError as error:
+        typer.echo(interruption(error, arguments), err=True)
+        return INTERRUPTED
     except MLAConvertError as error:
         log.debug("where it failed", exc_info=True)
         return _fail(error.message, error.remedy, error.exit_code)
@@ -108,8 +130,7 @@ def _run(arguments: Sequence[str], log: logging.Logger) -> int:
         # What typer raises for a wrong command line has no public base class in all supported versions.
         complaint = getattr(error, "format_message", None)
         if complaint is not None:
-            where = getattr(getattr(error, "ctx", None), "command_path", "mla-convert")
-            return _fail(complaint().rstrip("."), f"{where} --help", 2)
+            return _fail(*explain(error, arguments, [command.__name__ for command, _ in COMMANDS]), 2)
         if log.isEnabledFor(logging.DEBUG):
             traceback.print_exc()
         summary = " ".join(str(error).split()) or "no message"
@@ -119,11 +140,7 @@ def _run(arguments: Sequence[str], log: logging.Logger) -> int:
             UNEXPECTED,
         )
     if outcome == INTERRUPTED:
-        typer.echo(
-            "interrupted: no unfinished output is left; what was finished of a calibration or a healing is kept for "
-            "the next run",
-            err=True,
-        )
+        typer.echo(interruption(InterruptedRunError(), arguments), err=True)
     return outcome if isinstance(outcome, int) else 0
 
 

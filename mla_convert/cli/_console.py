@@ -9,13 +9,16 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from mla_convert.cli._interrupts import NOTHING_LEFT, InterruptedRunError, kept_beside
 
 
 class Screen:
@@ -33,6 +36,8 @@ class Screen:
                 reconfigure(errors="backslashreplace")
         self._quiet = quiet
         self._result: Mapping[str, Any] | None = None
+        self._kept: Callable[[], Sequence[Path]] = tuple
+        self._left = NOTHING_LEFT
         # In a pipe nothing is wrapped: a line of a table stays one line.
         self._out = Console(file=out, highlight=False, soft_wrap=True, width=None if out.isatty() else 1000)
         self._err = Console(file=err, highlight=False)
@@ -53,6 +58,16 @@ class Screen:
     def result(self, result: Mapping[str, Any]) -> None:
         """Keep what ``--json`` prints when the command has succeeded."""
         self._result = result
+
+    def if_interrupted(self, left: str, out: Path | None = None) -> None:
+        """Say what an interrupt leaves; what then lies beside ``out`` is what the next run goes on with."""
+        self._left = left
+        if out is not None:
+            self._kept = lambda: kept_beside(out)
+
+    def interrupted(self) -> InterruptedRunError:
+        """What to end an interrupted command with."""
+        return InterruptedRunError(self._kept(), self._left)
 
     def line(self, text: str = "") -> None:
         """Print a line of the result for a reader."""
@@ -165,7 +180,10 @@ def screen(*, as_json: bool, quiet: bool, verbose: bool) -> Iterator[Screen]:
         if not verbose:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-        yield output
+        try:
+            yield output
+        except KeyboardInterrupt as interrupt:  # typer would turn it into an exit code and no more
+            raise output.interrupted() from interrupt
     output.flush_result()
 
 

@@ -35,6 +35,15 @@ def convert(
         str,
         typer.Option(metavar="RECIPE", help="default, fast, balanced, best, another recipe's name, or a YAML file."),
     ] = "default",
+    set: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Replace a value of the recipe, such as factorise.damping=0.2; may be given several times. "
+            "`mla-convert recipes show NAME` says what there is.",
+            show_default=False,
+        ),
+    ] = None,
     cache: Annotated[
         float | None,
         typer.Option(
@@ -122,6 +131,7 @@ def convert(
             source=source,
             out=out,
             recipe=recipe,
+            overrides=tuple(set or ()),
             cache=cache,
             kv_rank=kv_rank,
             rope_dim=rope_dim,
@@ -144,6 +154,7 @@ def convert(
             console.result({"source": source, "out": str(out), "dry_run": True, "plan": facts})
             _show_plan(console, source, facts)
             return
+        console.if_interrupted(f"nothing was kept, and nothing is left of {out}", out)
         console.silence_loading()
         with console.progress() as progress:
             record = convert_and_heal(request, progress, bf16=bf16)

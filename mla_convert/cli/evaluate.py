@@ -93,6 +93,7 @@ def evaluate(
     from mla_convert.cli._console import screen
 
     with screen(as_json=json, quiet=quiet, verbose=verbose) as out:
+        out.if_interrupted("a measurement keeps nothing" + (", and none was recorded" if record else ""))
         check_record(record, against, model)
         _check_kind(text, tasks, record=record, include_path=include_path, limit=limit, fewshot=fewshot)
         if text is None:

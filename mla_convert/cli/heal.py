@@ -111,6 +111,7 @@ def heal(
         from mla_convert.heal.healing import heal as heal_model
         from mla_convert.heal.layers import LayerSettings
 
+        console.if_interrupted(f"nothing was kept, and nothing is left of {out}", out)
         console.silence_loading()
         distil = DistilSettings(
             optimizer=optimizer,
