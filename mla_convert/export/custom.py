@@ -51,7 +51,7 @@ def write_custom(
 ) -> None:
     """Write a folder that ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` loads.
 
-    At most one layer and one shard are in memory.
+    At most one layer is in memory.
 
     Args:
         kv_rank, rope_dim: C and R of every layer as written, at least those of the widest layer.

@@ -100,7 +100,7 @@ def write_deepseek(
     """Write a folder that ``AutoModelForCausalLM.from_pretrained(folder)`` loads as ``DeepseekV3ForCausalLM``.
 
     `layers` yields every layer once, with its index, in any order, and is consumed one at a time; at most one layer
-    and one shard are in memory.
+    is in memory.
 
     Args:
         rope_parameters: transformers' ``rope_parameters`` of the folder, at whose frequencies for dim R all layers'

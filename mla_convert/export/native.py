@@ -46,7 +46,7 @@ def write_native(
     """Write a folder that ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` loads.
 
     `layers` yields every layer once, with its index, in any order. It is consumed one layer at a time, and the copied
-    tensors are read one at a time, so that at most one layer and one shard are in memory.
+    tensors are read and written one at a time, so that at most one layer is in memory.
     `shape` is that of every layer, or there is one for each.
 
     Raises:

@@ -1,20 +1,20 @@
-"""Safetensors shards, written as they fill and renamed once their number is known."""
+"""Safetensors shards, written tensor by tensor and renamed once their number is known."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from mla_convert.errors import OutputError, UsageError
-
-INDEX_NAME = "model.safetensors.index.json"
+from mla_convert.export.shard_file import ShardFile
+from mla_convert.sources.safetensors_reader import INDEX_NAME, SINGLE_NAME
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -37,9 +37,9 @@ def parse_size(size: int | str) -> int:
 
 
 class ShardWriter:
-    """Streams tensors into the safetensors shards of one checkpoint, holding at most one shard in memory.
+    """Streams tensors into the safetensors shards of one checkpoint; none is kept once it is written.
 
-    A shard goes to disk when the next tensor would take it over the size; a tensor larger than the size gets a shard
+    A shard is finished when the next tensor would take it over the size; a tensor larger than the size gets a shard
     of its own. :meth:`close` gives the files their final names (``model.safetensors`` for a single shard, otherwise
     ``model-0000i-of-0000n.safetensors`` and an index). As a context manager it closes when the block succeeds and
     removes what it wrote when the block fails.
@@ -56,77 +56,76 @@ class ShardWriter:
     def __init__(self, folder: Path, max_shard_size: int | str) -> None:
         self._folder = folder
         self._limit = parse_size(max_shard_size)
-        self._pending: dict[str, torch.Tensor] = {}
-        self._pending_bytes = 0
-        self._parts: list[tuple[Path, tuple[str, ...]]] = []
+        self._open: ShardFile | None = None
+        self._finished: list[ShardFile] = []
+        self._renamed: list[Path] = []
         self._names: set[str] = set()
-        self._total_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor; it must not be changed before the writer is closed.
+        """Write one tensor.
 
         Raises:
-            ValueError: a name that was added before.
-            OutputError: writing the shard before it failed.
+            ValueError: a name that was added before, or a tensor that is not of floats.
+            OutputError: it cannot be written.
         """
         if name in self._names:
             raise ValueError(f"tensor {name!r} was written twice")
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_bytes + size > self._limit:
-            self._flush()
         self._names.add(name)
-        self._pending[name] = self._owned(tensor)
-        self._pending_bytes += size
-        self._total_bytes += size
+        with self._failures():
+            if self._open is not None and self._open.tensor_bytes + tensor.nbytes > self._limit:
+                self._finish(self._open)
+            self._shard().write(name, tensor)
 
     def close(self) -> None:
-        """Write what is pending and give all files their final names.
+        """Finish the last shard and give all files their final names.
 
         Raises:
             OutputError: writing or renaming failed.
         """
-        if self._pending or not self._parts:
-            self._flush()
-        try:
+        with self._failures():
+            if self._open is not None or not self._finished:
+                self._finish(self._shard())
             self._rename()
-        except OSError as error:
-            raise self._failure(error) from error
 
-    def _owned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor contiguous on the CPU, with a storage of its own: safetensors refuses shared storages,
-        and a view would keep the whole of its base in memory."""
-        tensor = tensor.detach().to("cpu").contiguous()
-        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        shared = any(tensor.data_ptr() == other.data_ptr() for other in self._pending.values())
-        return tensor if whole and not shared else tensor.clone()
+    def _shard(self) -> ShardFile:
+        """The shard that is being written, begun if there is none."""
+        if self._open is None:
+            self._open = ShardFile(self._folder / f"shard-{len(self._finished) + 1:05d}.safetensors.partial")
+        return self._open
 
-    def _flush(self) -> None:
-        path = self._folder / f"shard-{len(self._parts) + 1:05d}.safetensors.partial"
-        self._parts.append((path, tuple(self._pending)))
-        try:
-            save_file(self._pending, path, metadata={"format": "pt"})
-        except (OSError, SafetensorError) as error:
-            raise self._failure(error) from error
-        self._pending = {}
-        self._pending_bytes = 0
+    def _finish(self, shard: ShardFile) -> None:
+        shard.finish()
+        self._finished.append(shard)
+        self._open = None
 
     def _rename(self) -> None:
-        if len(self._parts) == 1:
-            self._parts[0][0].rename(self._folder / "model.safetensors")
+        count = len(self._finished)
+        if count == 1:
+            self._move(self._finished[0].path, SINGLE_NAME)
             return
         weight_map = {}
-        for i, (path, names) in enumerate(self._parts, start=1):
-            final = f"model-{i:05d}-of-{len(self._parts):05d}.safetensors"
-            path.rename(self._folder / final)
-            weight_map.update(dict.fromkeys(names, final))
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        (self._folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        for i, shard in enumerate(self._finished, start=1):
+            final = f"model-{i:05d}-of-{count:05d}.safetensors"
+            weight_map.update(dict.fromkeys(shard.names, final))
+            self._move(shard.path, final)
+        total = sum(shard.tensor_bytes for shard in self._finished)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        self._renamed.append(self._folder / INDEX_NAME)
+        self._renamed[-1].write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
-    def _failure(self, error: Exception) -> OutputError:
-        return OutputError(
-            f"cannot write the weights to {self._folder}: {error}",
-            "free some disk space or choose another output folder; nothing was left behind",
-        )
+    def _move(self, path: Path, name: str) -> None:
+        path.rename(self._folder / name)
+        self._renamed.append(self._folder / name)
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OutputError(
+                f"cannot write the weights to {self._folder}: {error.strerror or error}",
+                "free some disk space or choose another output folder; nothing was left behind",
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -137,7 +136,14 @@ class ShardWriter:
         try:
             if kind is None:
                 self.close()
-        finally:
-            self._pending = {}
-            for path, _ in self._parts:
-                path.unlink(missing_ok=True)
+                return
+        except BaseException:
+            self._discard()
+            raise
+        self._discard()
+
+    def _discard(self) -> None:
+        for shard in (*self._finished, *([] if self._open is None else [self._open])):
+            shard.discard()
+        for path in self._renamed:
+            path.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from mla_convert.sources.checkpoint import files_equal_bytes
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Types of eight bits, in which weights and their scales are stored; what they stand for takes both.
 FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 _FETCH_AGAIN = "fetch the file again; it is incomplete or damaged"
@@ -52,7 +52,7 @@ class SafetensorsCheckpoint:
         return self._entries[name].shape
 
     def dtype(self, name: str) -> str:
-        return _DTYPES.get(self._entries[name].stored, self._entries[name].stored)
+        return FLOATS.get(self._entries[name].stored, self._entries[name].stored)
 
     def read(self, name: str) -> Tensor:
         """One tensor, copied out of the file.
@@ -60,7 +60,7 @@ class SafetensorsCheckpoint:
         Raises:
             SourceError: the checkpoint holds no such tensor, or it is in a dtype that is not a plain float.
         """
-        return self._read(name, _DTYPES)
+        return self._read(name, FLOATS)
 
     def read_any(self, name: str) -> Tensor:
         """One tensor, copied out of the file in the dtype it is stored in, which may be a float of eight bits.
@@ -68,7 +68,7 @@ class SafetensorsCheckpoint:
         Raises:
             SourceError: the checkpoint holds no such tensor, or it is in a dtype that is not a float.
         """
-        return self._read(name, _DTYPES | FLOAT8)
+        return self._read(name, FLOATS | FLOAT8)
 
     def _read(self, name: str, dtypes: dict[str, str]) -> Tensor:
         if name not in self._entries:

@@ -76,7 +76,7 @@ class Target(Protocol):
     def write(
         self, model: ConvertedModel, plan: ExportPlan, options: ExportOptions, folder: Path, progress: Progress
     ) -> None:
-        """Write into the existing, empty ``folder``; at most one layer and one shard are in memory.
+        """Write into the existing, empty ``folder``; at most one layer is in memory.
 
         Raises:
             OutputError: the folder cannot be written.
