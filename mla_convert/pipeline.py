@@ -186,7 +186,7 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
 
 def _prepare(request: ConvertRequest) -> tuple[Source, ConversionPlan, tuple[str, ...]]:
     """Check everything that can be checked before any long work."""
-    recipe = load_recipe(request.recipe)
+    recipe = load_recipe(request.recipe, request.overrides)
     parse_size(request.max_shard_size)
     if request.dtype is not None and request.dtype not in DTYPE_BYTES:
         raise UsageError(f"there is no dtype {request.dtype!r}", f"one of {', '.join(DTYPE_BYTES)}")

@@ -20,6 +20,7 @@ class ConvertRequest:
     source: str
     out: Path
     recipe: str = "default"
+    overrides: tuple[str, ...] = ()
     cache: float | None = None
     kv_rank: int | None = None
     rope_dim: int | None = None

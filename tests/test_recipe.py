@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mla_convert import recipe as module
+from mla_convert.recipe import folder as module
 from mla_convert.errors import RecipeError
 from mla_convert.recipe import Recipe, available_recipes, load_recipe
 
