@@ -66,9 +66,9 @@ def test_a_key_that_stands_twice_is_refused_with_both_lines(write) -> None:
 
 
 def test_faults_after_validation_have_a_line_too(write) -> None:
-    with pytest.raises(RecipeError, match=r"my\.yaml:14: .*keeps all slots"):
-        load_recipe(write(TEXT.replace("  mixing: complex\n", "  mixing: complex\n  slots: all\n").rstrip() + "\n"
-                          "allocation: {split: predicted}\n"))  # fmt: skip
+    text = TEXT.replace("  mixing: complex\n", "  mixing: complex\n  slots: all\n")
+    with pytest.raises(RecipeError, match=r"my\.yaml:15: .*keeps all slots"):
+        load_recipe(write(text + "allocation: {split: predicted}\n"))
 
 
 def test_anchors_and_merges_are_followed(write) -> None:
@@ -124,7 +124,7 @@ def test_a_section_is_taken_out() -> None:
         ("factorise.dampin=3", "no key factorise.dampin", "did you mean factorise.damping?"),
         ("damping=0.2", "no key damping", "did you mean decouple.damping or factorise.damping?"),
         ("heal.layers.rate=1", "no key heal.layers.rate", "heal.layers.learning_rate"),
-        ("name=other", "no key name", "calibration.tokens"),
+        ("name=other", "renames a recipe", "recipes show"),
         ("factorise.damping", "names no value", "--set factorise.damping=0.2"),
         ("=3", "names no value", "KEY=VALUE"),
         ("factorise.damping=[0.1", "is not YAML", ""),

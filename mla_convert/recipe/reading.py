@@ -77,7 +77,12 @@ class RecipeText:
                     f"--set {override} names no value",
                     "write it as --set KEY=VALUE, such as --set factorise.damping=0.2",
                 )
-            if key[-1] not in fields_at(key[:-1]) or key in (("name",), ("description",)):
+            if key in (("name",), ("description",)):
+                raise RecipeError(
+                    f"--set {override} renames a recipe",
+                    "save what `mla-convert recipes show` prints, and change it there",
+                )
+            if key[-1] not in fields_at(key[:-1]):
                 raise RecipeError(f"--set {override}: recipes have no key {name.strip()}", suggestion(key))
             try:
                 parsed = yaml.load(value, _Loader)
@@ -138,7 +143,8 @@ def suggestion(key: Key) -> str:
     here = {".".join(map(str, (*section, known))): known for known in fields_at(section)}
     close = [path for path, known in here.items() if difflib.get_close_matches(name, [known], cutoff=0.7)]
     close = close or [path for path in everywhere if path.rpartition(".")[2] == name]
-    close = close or difflib.get_close_matches(".".join(map(str, key)), everywhere, n=1, cutoff=0.8)
+    if not here:
+        close = close or difflib.get_close_matches(".".join(map(str, key)), everywhere, n=1, cutoff=0.8)
     if close:
         return f"did you mean {' or '.join(close)}?"
     shown = list(here) if here and section else everywhere
