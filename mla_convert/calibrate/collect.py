@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mla_convert.calibrate.accumulate import LayerAccumulator
+from mla_convert.calibrate.recorder import LayerRecorder, calibration_attention
 from mla_convert.calibrate.statistics import LayerStatistics
 from mla_convert.errors import SourceError, StatisticsError
 from mla_convert.maths.decouple import substitute_rotation
-from mla_convert.maths.rope import unrotate
 from mla_convert.progress import Progress, silent
 from mla_convert.spec import SourceSpec
 
@@ -68,28 +67,42 @@ def collect(
     """
     progress = progress or silent
     accumulators = [LayerAccumulator(spec) for _ in range(spec.num_layers)]
-    stages = _stages(len(windows), gradients, held_out)
+    stages = stages_of(len(windows), gradients, held_out)
     contexts = windows if noise is None else torch.cat((windows, noise))
     stages += [("noise", i) for i in range(len(windows), len(contexts))]
     with _recording(model, spec, windows.shape[1]) as recorders:
         for done, (stage, i) in enumerate(stages):
             if stage in ("content", "held_out") and accumulators[0].constants is None:
-                _fit_constants(accumulators, spec)
+                fit_constants(accumulators, spec)
             for recorder, accumulator in zip(recorders, accumulators, strict=True):
                 recorder.begin(stage, accumulator)
-            generator = torch.Generator(device="cpu").manual_seed((seed * 1_000_003 + i) % 2**63)
-            run_context(model, contexts[i : i + 1], stage in ("pairs", "content", "held_out"), generator)
+            backward = stage in ("pairs", "content", "held_out")
+            run_context(model, contexts[i : i + 1], backward, sampling(seed, i))
             for recorder in recorders:
                 recorder.finish()
             progress("calibrate", done + 1, len(stages))
     for i, accumulator in enumerate(accumulators):
-        if not (accumulator.key_value.isfinite().all() and accumulator.content_gradients.isfinite().all()):
-            raise SourceError(f"layer {i} of the source gives activations that are not finite", _CHECK_SOURCE)
+        check_finite(i, accumulator)
     return tuple(accumulator.statistics() for accumulator in accumulators)
 
 
-def _stages(count: int, gradients: bool, held_out: bool) -> list[tuple[str, int]]:
-    """What each of `count` contexts is run for, and its place."""
+def check_finite(layer: int, accumulator: LayerAccumulator) -> None:
+    """Raise SourceError where a layer's sums are not finite."""
+    if not (accumulator.key_value.isfinite().all() and accumulator.content_gradients.isfinite().all()):
+        raise SourceError(f"layer {layer} of the source gives activations that are not finite", _CHECK_SOURCE)
+
+
+def sampling(seed: int, context: int) -> torch.Generator:
+    """Return what draws the labels of a context: they depend on the seed and its place alone."""
+    return torch.Generator(device="cpu").manual_seed((seed * 1_000_003 + context) % 2**63)
+
+
+def stages_of(count: int, gradients: bool, held_out: bool) -> list[tuple[str, int]]:
+    """Return what each of `count` contexts is run for, and its place.
+
+    Raises:
+        StatisticsError: there are too few contexts to set one aside.
+    """
     if not gradients:
         return [("forward", i) for i in range(count)]
     if count == 1 and not held_out:
@@ -104,7 +117,8 @@ def _stages(count: int, gradients: bool, held_out: bool) -> list[tuple[str, int]
     return [("pairs" if i < first else "held_out" if i in aside else "content", i) for i in range(count)]
 
 
-def _fit_constants(accumulators: list[LayerAccumulator], spec: SourceSpec) -> None:
+def fit_constants(accumulators: list[LayerAccumulator], spec: SourceSpec) -> None:
+    """Fit the constants that replace rotations to the pair gradients so far."""
     turning = spec.rope.dim // 2
     for accumulator in accumulators:
         fitted = substitute_rotation(
@@ -127,10 +141,10 @@ def run_context(model: Any, window: Int[Tensor, "1 S"], backward: bool, generato
     with torch.enable_grad():
         embedded = model.get_input_embeddings()(window).detach().requires_grad_(True)
         hidden = model.base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
-        _loss_gradient_at_hidden(model, hidden, generator)
+        loss_gradient_at_hidden(model, hidden, generator)
 
 
-def _loss_gradient_at_hidden(model: Any, hidden: Float[Tensor, "1 S D"], generator: torch.Generator) -> None:
+def loss_gradient_at_hidden(model: Any, hidden: Float[Tensor, "1 S D"], generator: torch.Generator) -> None:
     """Backward from Σ_t -log p(y_t), y_t ~ p: at the logits the gradient is p - onehot(y), so no graph is needed there.
 
     The head is applied to a block of positions at a time, because logits and their gradient are the largest tensors.
@@ -162,153 +176,35 @@ def _sample(probabilities: Float[Tensor, "S vocabulary"], generator: torch.Gener
     return torch.searchsorted(cumulative, drawn * cumulative[:, -1:]).clamp_max(probabilities.shape[1] - 1)
 
 
-class _LayerRecorder:
-    """Stands in for one layer's attention function, and hands what passes through it to an accumulator."""
-
-    def __init__(self, spec: SourceSpec, layer: int, context: int, device: torch.device) -> None:
-        self.spec = spec
-        rope = spec.rope_of(layer)
-        positions = torch.arange(context, dtype=torch.float64, device=device)
-        angles = positions[:, None] * torch.tensor(rope.inv_freq, dtype=torch.float64, device=device)
-        self.cos, self.sin = angles.cos(), angles.sin()
-        # What the source multiplies each dim of queries and keys by when it turns them.
-        self.factors = torch.tensor(rope.factors * 2, dtype=torch.float64, device=device)
-
-        self.stage = "forward"
-        self.accumulator = LayerAccumulator(spec)
-        self.leaves: tuple[Tensor, Tensor, Tensor] | None = None  # key, value and probe, whose gradients are wanted
-
-    def begin(self, stage: str, accumulator: LayerAccumulator) -> None:
-        """Record the next context into `accumulator`."""
-        self.stage, self.accumulator, self.leaves = stage, accumulator, None
-
-    def finish(self) -> None:
-        """Take the gradients of the context just run."""
-        if self.leaves is None:
-            return
-        key, value, probe = (leaf.grad[0].double() for leaf in self.leaves if leaf.grad is not None)
-        self.leaves = None
-        if self.stage == "pairs":
-            key = unrotate(key, self.cos, self.sin) * self.factors
-            self.accumulator.add_pair_gradients(key, probe)
-        elif self.stage == "held_out":
-            self.accumulator.add_held_out_gradients(probe, value)
-        else:
-            self.accumulator.add_content_gradients(probe, value)
-
-    def attend(
-        self,
-        query: Float[Tensor, "1 H S K"],
-        key: Float[Tensor, "1 G S K"],
-        value: Float[Tensor, "1 G S V"],
-        mask: Tensor | None,
-        scaling: float,
-        softcap: float | None,
-        key_scale: Float[Tensor, "1 G S"] | None,
-    ) -> Float[Tensor, "1 S H V"]:
-        if key_scale is not None:  # what is recorded is linear in the layer's input: keys before their norm
-            key = key / key_scale[..., None]
-        if self.stage in ("forward", "noise"):
-            weights = _weights(query, key, mask, scaling, softcap, key_scale)
-            self._add_forward(query, key, value, weights)
-            return _mix(weights, value)
-        spec = self.spec
-        heads = spec.num_heads if self.stage == "pairs" else spec.num_kv_heads
-        key, value = key + 0, value + 0  # of the graph even where nothing before them needs gradients
-        probe = query.new_zeros(1, heads, *query.shape[2:], requires_grad=True)
-        key.retain_grad()
-        value.retain_grad()
-        self.leaves = (key, value, probe)
-        content = unrotate(query, self.cos.to(query.dtype), self.sin.to(query.dtype)) * self.factors.to(query.dtype)
-        if self.stage != "pairs":
-            content = self.accumulator.replace_rotation(content)
-        counted = False
-
-        def attention(query: Tensor, content: Tensor, key: Tensor, value: Tensor, probe: Tensor) -> Tensor:
-            nonlocal counted
-            both = torch.cat((query, content), dim=-1), torch.cat((_repeat(key, query), _repeat(probe, query)), dim=-1)
-            weights = _weights(*both, mask, scaling, softcap, key_scale)
-            if not counted:  # the backward pass comes here again
-                self._add_forward(query, key, value, weights)
-                counted = True
-            return _mix(weights, value)
-
-        return checkpoint(attention, query, content, key, value, probe, use_reentrant=False, preserve_rng_state=False)
-
-    def _add_forward(self, query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> None:
-        with torch.no_grad():
-            plain_query = unrotate(query[0].double(), self.cos, self.sin) / self.factors
-            plain_key = unrotate(key[0].double(), self.cos, self.sin) / self.factors
-            if self.stage == "noise":
-                self.accumulator.add_noise(plain_key, value[0].double(), weights[0])
-                return
-            if self.stage == "held_out":
-                self.accumulator.add_held_out(plain_key, value[0].double(), weights[0])
-                return
-            self.accumulator.add_forward(plain_query, plain_key, value[0].double(), weights[0], self.cos, self.sin)
-
-
-def _repeat(x: Float[Tensor, "1 G S K"], query: Float[Tensor, "1 H S K"]) -> Float[Tensor, "1 H S K"]:
-    return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
-
-
-def _weights(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    key_scale: Float[Tensor, "1 G S"] | None,
-) -> Float[Tensor, "1 H S S"]:
-    scores = query @ _repeat(key, query).transpose(2, 3) * scaling
-    if key_scale is not None:
-        scores = scores * _repeat(key_scale, query)[:, :, None]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    return torch.softmax(scores if mask is None else scores + mask, dim=-1, dtype=torch.float32).to(query.dtype)
-
-
-def _mix(weights: Float[Tensor, "1 H S S"], value: Float[Tensor, "1 G S V"]) -> Float[Tensor, "1 S H V"]:
-    return (weights @ _repeat(value, weights)).transpose(1, 2).contiguous()
-
-
-def _calibration_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
-    score_bias: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    if score_bias is not None:
-        attention_mask = score_bias if attention_mask is None else attention_mask + score_bias
-    return module.calibration_recorder.attend(query, key, value, attention_mask, scaling, softcap, key_scale), None
+@contextmanager
+def recording_attention(model: Any) -> Iterator[None]:
+    """Within it, every layer's attention goes to its ``calibration_recorder``."""
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, calibration_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(IMPLEMENTATION)
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 @contextmanager
-def _recording(model: Any, spec: SourceSpec, context: int) -> Iterator[list[_LayerRecorder]]:
-    """Route every layer's attention through a recorder; on leaving, the model is as it was."""
-    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _calibration_attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-    before = model.config._attn_implementation
+def _recording(model: Any, spec: SourceSpec, context: int) -> Iterator[list[LayerRecorder]]:
+    """Give every layer's attention a recorder; on leaving, the model is as it was."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     attentions = [layer.self_attn for layer in model.base_model.layers]
-    recorders = [_LayerRecorder(spec, i, context, model.device) for i in range(len(attentions))]
-    try:
-        model.set_attn_implementation(IMPLEMENTATION)
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        for attention, recorder in zip(attentions, recorders, strict=True):
-            attention.calibration_recorder = recorder
-        yield recorders
-    finally:
-        model.set_attn_implementation(before)
-        for parameter in trained:
-            parameter.requires_grad_(True)
-        for attention in attentions:
-            if hasattr(attention, "calibration_recorder"):
-                del attention.calibration_recorder
+    recorders = [LayerRecorder(spec, i, context, model.device) for i in range(len(attentions))]
+    with recording_attention(model):
+        try:
+            for parameter in trained:
+                parameter.requires_grad_(False)
+            for attention, recorder in zip(attentions, recorders, strict=True):
+                attention.calibration_recorder = recorder
+            yield recorders
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            for attention in attentions:
+                if hasattr(attention, "calibration_recorder"):
+                    del attention.calibration_recorder

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from jaxtyping import Complex, Float
@@ -154,7 +154,7 @@ class Provenance:
 class Statistics:
     """The statistics of every layer, and where they come from."""
 
-    layers: tuple[LayerStatistics, ...]
+    layers: Sequence[LayerStatistics]
     provenance: Provenance
 
     def check(self, digests: Mapping[str, str], spec: SourceSpec, *, gradients: bool, held_out: bool = False) -> None:
@@ -172,8 +172,46 @@ class Statistics:
                 "the recipe needs loss gradients, which these statistics do not hold",
                 "calibrate with this recipe, or choose one with a forward-only metric",
             )
-        if held_out and any(layer.held_out is None for layer in self.layers):
+        if held_out and self.layers[0].held_out is None:
             raise nothing_held_out()
+
+
+class StoredLayers(Sequence[LayerStatistics]):
+    """The statistics of layers that lie in a folder, a file each; one is read when it is asked for.
+
+    Args:
+        provenance: what the files must be of; others count as absent.
+    """
+
+    def __init__(self, folder: Path, count: int, provenance: Provenance) -> None:
+        self._folder = folder
+        self._count = count
+        self._provenance = provenance
+
+    def path(self, layer: int) -> Path:
+        """The file of a layer."""
+        return self._folder / f"statistics.{layer:05d}.safetensors"
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer's file is there, whole and of this provenance."""
+        try:
+            return self.path(layer).is_file() and read_provenance(self.path(layer)) == self._provenance
+        except StatisticsError:
+            return False
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> LayerStatistics: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[LayerStatistics]: ...
+
+    def __getitem__(self, index: int | slice) -> LayerStatistics | list[LayerStatistics]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(self._count)[index]]
+        return load_statistics(self.path(range(self._count)[index])).layers[0]
 
 
 def nothing_held_out() -> StatisticsError:
@@ -253,6 +291,22 @@ def is_statistics(path: Path) -> bool:
             return "provenance" in (file.metadata() or {})
     except (OSError, SafetensorError):
         return False
+
+
+def read_provenance(path: Path) -> Provenance:
+    """Read where the statistics of a file come from, and no more of it.
+
+    Raises:
+        StatisticsError: the file is damaged, or of another version.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("version") != str(FORMAT_VERSION):
+                raise StatisticsError(f"{path} does not hold statistics of this version", "calibrate again")
+            return Provenance(**json.loads(metadata["provenance"]))
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise StatisticsError(f"{path} cannot be read as statistics: {error}", "calibrate again") from error
 
 
 def load_statistics(path: Path) -> Statistics:

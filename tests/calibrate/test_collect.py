@@ -199,13 +199,13 @@ def test_predictions_that_are_not_finite_are_an_error_of_the_source(partly_froze
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_weights_that_are_not_finite_are_an_error_of_the_source(tmp_path: Path, gradients: bool) -> None:
-    model = tiny_llama()
+    source = open_source(str(save_source(tiny_llama(), tmp_path)))
+    model = source.load_model(dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight[0, 0] = math.nan
-    source = open_source(str(save_source(model, tmp_path)))
     windows = torch.randint(VOCAB_SIZE, (2, 16), generator=torch.Generator().manual_seed(0))
     with pytest.raises(SourceError, match="not finite"):
-        collect(source.load_model(dtype=torch.float32), source.spec, windows, gradients=gradients, seed=0)
+        collect(model, source.spec, windows, gradients=gradients, seed=0)
 
 
 @pytest.mark.parametrize("gradients", [False, True])

@@ -207,7 +207,7 @@ def test_contexts_set_aside_count_nowhere_else(gqa: Tiny, monkeypatch) -> None:
 
 @pytest.mark.parametrize("texts", range(1, 7))
 def test_of_texts_that_take_turns_each_is_set_aside(texts: int) -> None:
-    stages = module._stages(128, gradients=True, held_out=True)
+    stages = module.stages_of(128, gradients=True, held_out=True)
     aside = [place for stage, place in stages if stage == "held_out"]
     assert {place % texts for place in aside} == set(range(texts))
     assert [place for _, place in stages] == list(range(128))
