@@ -10,15 +10,18 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from mla_convert.cli._interrupts import NOTHING_LEFT, InterruptedRunError, kept_beside
+from mla_convert.progress import Progress
 
 
 class Screen:
@@ -101,7 +104,7 @@ class Screen:
         self._out.print(table, markup=False)
 
     @contextlib.contextmanager
-    def progress(self) -> Iterator[_Bars | None]:
+    def progress(self) -> Iterator[Progress | None]:
         """Give a progress callback that draws a bar a stage with the time left; None where nobody watches."""
         if not self.interactive:
             yield None
@@ -141,7 +144,7 @@ class _Bars:
     """Progress bars, one for each stage in the order of their first report."""
 
     def __init__(self, console: Console) -> None:
-        self._bars = Progress(
+        self._bars = RichProgress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
         )
         self._tasks: dict[str, TaskID] = {}
@@ -164,13 +167,55 @@ class _Bars:
         self._bars.update(self._tasks[stage], completed=done, total=total)
 
 
+class _Caller(Screen):
+    """What a command shows its results to when Python calls it: nothing is shown, and nothing is set up."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.as_json = True
+        self.returned: Mapping[str, Any] = {}
+        self._progress = progress
+
+    @property
+    def interactive(self) -> bool:
+        return False
+
+    def result(self, result: Mapping[str, Any]) -> None:
+        self.returned = result
+
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[Progress | None]:
+        yield self._progress
+
+    def silence_loading(self) -> None:
+        pass
+
+
+_caller: ContextVar[_Caller | None] = ContextVar("caller", default=None)
+
+
+@contextlib.contextmanager
+def called_from_python(progress: Progress | None) -> Iterator[_Caller]:
+    """Let the command that is called in the block report to `progress`, and leave its result in ``returned``."""
+    caller = _Caller(progress)
+    token = _caller.set(caller)
+    try:
+        yield caller
+    finally:
+        _caller.reset(token)
+
+
 @contextlib.contextmanager
 def screen(*, as_json: bool, quiet: bool, verbose: bool) -> Iterator[Screen]:
     """Give the command its streams; print the JSON result at the end if the block succeeds.
 
     With ``as_json``, whatever else is printed in the block goes to standard error. Other libraries' progress bars are
-    off where nobody watches, and their warnings are shown with ``verbose`` only.
+    off where nobody watches, and their warnings are shown with ``verbose`` only. Under :func:`called_from_python` none
+    of this happens.
     """
+    caller = _caller.get()
+    if caller is not None:
+        yield caller
+        return
     output = Screen(as_json=as_json, quiet=quiet, out=sys.stdout, err=sys.stderr)
     _set_up_logging(output, quiet=quiet, verbose=verbose)
     _set_up_libraries(output.interactive, verbose=verbose)
