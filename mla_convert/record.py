@@ -19,6 +19,8 @@ from mla_convert.plan import is_full
 from mla_convert.spec import DTYPE_BYTES, MLAShape, OutputFormat, SourceSpec
 
 RECORD_NAME = "conversion.json"
+# The loss curve of a distillation, a JSON object a line.
+LOSS_NAME = "loss.jsonl"
 SCHEMA_VERSION = 1
 
 _LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "gguf", "numpy")

@@ -56,11 +56,13 @@ class ConvertedLayer:
             of all components'); where the recipe has dampings to choose from, ``held_out``: of held-out content by
             truncation, in the unit of its Fisher information.
         damping: of the output metric, as a share of its mean eigenvalue.
+        spectrum: what each direction of the content costs in the metric, descending; see ``JointFactors``.
     """
 
     weights: MLAWeights
     errors: Mapping[str, float]
     damping: float
+    spectrum: Float[Tensor, " J"]
 
 
 def convert_layer(
@@ -91,7 +93,7 @@ def convert_layer(
     linear = without_norms(source)
     weights = with_norms(_assemble(linear, rope, split.slots, split.constants, factors, split.residual), source)
     errors = _errors(split.slots, factors, split.content_moment, split.moment)
-    return ConvertedLayer(weights, errors | held_out, damping)
+    return ConvertedLayer(weights, errors | held_out, damping, factors.spectrum)
 
 
 def _factorise(

@@ -17,6 +17,7 @@ import typer
 from mla_convert.cli._interrupts import InterruptedRunError, interruption
 from mla_convert.cli._mistakes import explain
 from mla_convert.cli.absorb import absorb
+from mla_convert.cli.compare import compare
 from mla_convert.cli.convert import convert
 from mla_convert.cli.evaluate import evaluate
 from mla_convert.cli.export import export
@@ -24,6 +25,7 @@ from mla_convert.cli.generate import generate
 from mla_convert.cli.heal import heal
 from mla_convert.cli.inspect import inspect
 from mla_convert.cli.recipes import recipes
+from mla_convert.cli.report import report
 from mla_convert.cli.serve import serve
 from mla_convert.cli.verify import verify
 from mla_convert.errors import MLAConvertError
@@ -86,6 +88,8 @@ COMMANDS = (
     (convert, "mla-convert convert builtin:smollm2-135m out/mla --cache 0.5 --calibration builtin:pydoc"),
     (heal, "mla-convert heal out/mla out/healed --teacher builtin:smollm2-135m --text builtin:pydoc"),
     (evaluate, "mla-convert evaluate out/mla --against builtin:smollm2-135m --text builtin:pydoc --max-tokens 8192"),
+    (compare, "mla-convert compare out/mla out/healed --html compared.html"),
+    (report, "mla-convert report out/mla"),
     (absorb, "mla-convert absorb out/mla"),
     (export, "mla-convert export out/mla out/served --target transformers"),
     (verify, "mla-convert verify out/served --engine transformers"),

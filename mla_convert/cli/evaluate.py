@@ -53,7 +53,9 @@ def evaluate(
     dtype: Annotated[Dtype, typer.Option(help="Compute, and hold the cache, in this dtype.")] = "float32",
     record: Annotated[
         bool,
-        typer.Option("--record", help="With --against: write the result into MODEL's conversion.json and model card."),
+        typer.Option(
+            "--record", help="With --against: write the result into MODEL's conversion.json, model card and report."
+        ),
     ] = False,
     tasks: Annotated[
         list[str] | None,
@@ -119,6 +121,7 @@ def evaluate(
         from mla_convert.calibrate.text import read_text, windows
         from mla_convert.evaluate import cache_bytes_per_token, compare, load_for_evaluation, perplexity
         from mla_convert.record import add_measurement
+        from mla_convert.report import write_report
 
         out.silence_loading()
         number_type = getattr(torch, dtype)
@@ -155,6 +158,7 @@ def evaluate(
                 }
         if record:
             add_measurement(Path(model), _row(result))
+            write_report(Path(model))
         out.result(result)
         _show(out, result)
 

@@ -1,19 +1,16 @@
-"""The loss curve of a run: as JSON lines, and as a picture where matplotlib is installed."""
+"""The loss curve of a run: as JSON lines, and as a picture."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 
 from mla_convert.errors import OutputError
+from mla_convert.record import LOSS_NAME
 
-logger = logging.getLogger(__name__)
-
-JSONL_NAME, PNG_NAME = "loss.jsonl", "loss.png"
+PNG_NAME = "loss.png"
 
 
 @dataclass(frozen=True)
@@ -35,36 +32,28 @@ class CurvePoint:
     held_out: float | None = None
 
 
-def write_curve(folder: Path, curve: Sequence[CurvePoint]) -> tuple[Path, ...]:
-    """Write ``loss.jsonl``, a line a point, and ``loss.png``, into ``folder``; return what was written.
-
-    Without matplotlib the picture is left out, and the log says so.
+def write_curve(folder: Path, curve: Sequence[CurvePoint]) -> None:
+    """Write ``loss.jsonl``, a line a point, and ``loss.png``, into ``folder``.
 
     Raises:
         OutputError: a file cannot be written.
     """
     lines = [json.dumps(asdict(point)) for point in curve]
-    written = [folder / JSONL_NAME]
     try:
-        written[0].write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        if _draw(folder / PNG_NAME, curve):
-            written.append(folder / PNG_NAME)
+        (folder / LOSS_NAME).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        _draw(folder / PNG_NAME, curve)
     except OSError as error:
         raise OutputError(
             f"the loss curve cannot be written to {folder}: {error.strerror or error}", "free some disk space"
         ) from error
-    return tuple(written)
 
 
-def _draw(path: Path, curve: Sequence[CurvePoint]) -> bool:
-    """Draw both losses over tokens, on a logarithmic axis; return whether there is anything to draw with."""
-    try:
-        figure_module = import_module("matplotlib.figure")
-    except ImportError:
-        logger.info("no %s: drawing it needs matplotlib; run: pip install 'mla-convert[plots]'", path.name)
-        return False
+def _draw(path: Path, curve: Sequence[CurvePoint]) -> None:
+    """Draw both losses over tokens, on a logarithmic axis."""
+    from matplotlib.figure import Figure
+
     # Figure alone has no window and no state shared with other figures, unlike pyplot.
-    figure = figure_module.Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     trained = [(point.tokens, point.loss) for point in curve if point.loss is not None]
     measured = [(point.tokens, point.held_out) for point in curve if point.held_out is not None]
@@ -79,4 +68,3 @@ def _draw(path: Path, curve: Sequence[CurvePoint]) -> bool:
     if trained or measured:
         axes.legend()
     figure.savefig(path, dpi=150)
-    return True

@@ -24,7 +24,7 @@ from mla_convert.export.folder import check_output, sole_run, staged_folder
 from mla_convert.export.shards import ShardWriter
 from mla_convert.heal.balance import balance
 from mla_convert.heal.checkpoint import Checkpoints, fingerprint, weight_digests
-from mla_convert.heal.curve import JSONL_NAME, PNG_NAME, write_curve
+from mla_convert.heal.curve import PNG_NAME, write_curve
 from mla_convert.heal.data import HealingText, healing_text
 from mla_convert.heal.distil import DistilResult, DistilSettings, distil
 from mla_convert.heal.gradients import output_metrics
@@ -32,7 +32,8 @@ from mla_convert.heal.layers import LayerResult, LayerSettings, Streams, heal_la
 from mla_convert.heal.teacher import check_teacher, check_tokenizers
 from mla_convert.memory import keep_freed_memory
 from mla_convert.progress import Progress, silent
-from mla_convert.record import RECORD_NAME, json_safe
+from mla_convert.record import LOSS_NAME, RECORD_NAME, json_safe
+from mla_convert.report import write_report
 from mla_convert.sources import open_source
 
 Stage = Literal["layers", "global", "all"]
@@ -268,7 +269,7 @@ def _write(request: HealRequest, student: Any, text: HealingText, result: HealRe
     with staged_folder(request.out, request.overwrite) as folder:
         for file in sorted(request.model.iterdir()):
             old = file.suffix == ".safetensors" or file.name.endswith(".index.json")
-            if file.is_file() and not old and file.name not in (JSONL_NAME, PNG_NAME):
+            if file.is_file() and not old and file.name not in (LOSS_NAME, PNG_NAME):
                 shutil.copyfile(file, folder / file.name)
         with ShardWriter(folder, "5GB") as writer:
             for shard in sorted(request.model.glob("model*.safetensors")):
@@ -285,6 +286,7 @@ def _write(request: HealRequest, student: Any, text: HealingText, result: HealRe
         record["notes"] = [*record["notes"], *_notes(text, result)]
         (folder / RECORD_NAME).write_text(json.dumps(json_safe(record), indent=2) + "\n", encoding="utf-8")
         (folder / CARD_NAME).write_text(model_card(record), encoding="utf-8")
+        write_report(folder)
         _verify(folder, student, changed, text)
 
 

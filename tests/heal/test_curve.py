@@ -1,6 +1,4 @@
 import json
-import logging
-import sys
 
 import pytest
 
@@ -23,18 +21,9 @@ def test_a_line_a_point(tmp_path):
 
 
 @pytest.mark.parametrize("curve", [CURVE, CURVE[:1], (), (CurvePoint(0, 0, None, 0.0, 0.0),)], ids=len)
-def test_a_picture_where_there_is_matplotlib(tmp_path, curve):
-    pytest.importorskip("matplotlib")
+def test_a_picture(tmp_path, curve):
     write_curve(tmp_path, curve)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_the_lines_alone_and_the_log_says_so(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with caplog.at_level(logging.INFO):
-        written = write_curve(tmp_path, CURVE)
-    assert [path.name for path in written] == ["loss.jsonl"] == [path.name for path in tmp_path.iterdir()]
-    assert "mla-convert[plots]" in caplog.text
 
 
 def test_a_folder_that_is_not_there(tmp_path):
