@@ -18,13 +18,16 @@ from mla_convert.calibrate.statistics import LayerStatistics
 from mla_convert.maths.knapsack import cheapest_choices
 from mla_convert.plan import ConversionPlan, largest_rank
 from mla_convert.progress import Progress, silent
-from mla_convert.recipe import AllocationRecipe, Recipe
+from mla_convert.recipe import Recipe
 from mla_convert.sources.attention import AttentionWeights
 from mla_convert.spec import MLAShape, RopeSpec
 from mla_convert.transform import predict_truncation, split_layer
 
 # Each R that is tried costs a layer three eigendecompositions of 2·G·K rows; wide layers get a coarser choice.
 MOST_ROPE_DIMS = 24
+
+# What lost rotations weigh where a recipe does not say: see AllocationRecipe.
+MOVED_WEIGHT = 0.5
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,17 @@ def loss_curve(
     return LossCurve(max(split.slots.moved_cost, 0.0), predict_truncation(split, statistics, recipe))
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """The sizes of every layer, and the predicted change of the loss with them, nats a token of calibration text.
+
+    Layers add up as if each were converted alone; refits and healing are not in it.
+    """
+
+    layers: tuple[MLAShape, ...]
+    loss: float
+
+
 def allocate(
     planned: ConversionPlan,
     statistics: Sequence[LayerStatistics],
@@ -71,37 +85,67 @@ def allocate(
     Raises:
         StatisticsError: the statistics hold no gradients.
     """
-    progress, spec, recipe = progress or silent, planned.source, planned.recipe
-    how = recipe.allocation
-    if how is None or not planned.provisional:
+    if not planned.provisional:
         raise ValueError("the plan leaves nothing to allocate")
-    budgets = _budgets(planned, how)
-    candidates = [_candidates(planned, how, budget, max(budgets)) for budget in budgets]
-    rope_dims = sorted({shape.rope_dim for shapes in candidates for shape in shapes})
-    best: list[list[tuple[float, MLAShape]]] = []
+    return predict([planned], statistics, attention, progress)[0].layers
+
+
+def predict(
+    plans: Sequence[ConversionPlan],
+    statistics: Sequence[LayerStatistics],
+    attention: Callable[[int], AttentionWeights],
+    progress: Progress | None = None,
+) -> tuple[Prediction, ...]:
+    """Return what each plan is predicted to cost; of a provisional one the sizes that cost least.
+
+    The plans are of one source and one recipe. A layer's weights are read once, whatever the number of plans.
+
+    Raises:
+        StatisticsError: the statistics hold no gradients.
+    """
+    progress, spec, recipe = progress or silent, plans[0].source, plans[0].recipe
+    weight = MOVED_WEIGHT if recipe.allocation is None else recipe.allocation.moved_weight
+    budgets = [_budgets(planned) for planned in plans]
+    candidates = [
+        [_candidates(planned, budget, max(among)) for budget in among]
+        for planned, among in zip(plans, budgets, strict=True)
+    ]
+    rope_dims = sorted({shape.rope_dim for choices in candidates for shapes in choices for shape in shapes})
+    best: list[list[list[tuple[float, MLAShape]]]] = [[] for _ in plans]
     for i in range(spec.num_layers):
         source = attention(i)
         curves = {dim: loss_curve(source, statistics[i], spec.rope_of(i), dim, recipe) for dim in rope_dims}
-        best.append([_cheapest(shapes, curves, how.moved_weight, planned.layers[i]) for shapes in candidates])
+        for planned, choices, rows in zip(plans, candidates, best, strict=True):
+            rows.append([_cheapest(shapes, curves, weight, planned.layers[i]) for shapes in choices])
         progress("allocate", i + 1, spec.num_layers)
-    costs = torch.tensor([[cost for cost, _ in row] for row in best], dtype=torch.float64)
-    chosen = cheapest_choices(costs, spec.num_layers * budgets.index(planned.layers[0].cached))
-    return tuple(row[choice][1] for row, choice in zip(best, chosen, strict=True))
+    return tuple(
+        _chosen(rows, spec.num_layers * among.index(planned.layers[0].cached))
+        for planned, among, rows in zip(plans, budgets, best, strict=True)
+    )
 
 
-def _budgets(planned: ConversionPlan, how: AllocationRecipe) -> list[int]:
+def _chosen(rows: Sequence[Sequence[tuple[float, MLAShape]]], steps: int) -> Prediction:
+    """The cheapest choice of one entry a layer whose places add up to `steps`."""
+    costs = torch.tensor([[cost for cost, _ in row] for row in rows], dtype=torch.float64)
+    chosen = [row[choice] for row, choice in zip(rows, cheapest_choices(costs, steps), strict=True)]
+    return Prediction(tuple(shape for _, shape in chosen), sum(cost for cost, _ in chosen))
+
+
+def _budgets(planned: ConversionPlan) -> list[int]:
     """What a layer's C + R may be, ascending by steps; the plan's own is among them."""
-    budget = planned.layers[0].cached
-    if how.layers == "uniform":
+    budget, how = planned.layers[0].cached, planned.recipe.allocation
+    if how is None or not planned.provisional or how.layers == "uniform":
         return [budget]
     least, most = max(2 * how.step, -(-budget // 2)), min(budget + how.spread, planned.source.kv_width)
     below, above = max(0, budget - least) // how.step, max(0, most - budget) // how.step
     return [budget + how.step * steps for steps in range(-below, above + 1)]
 
 
-def _candidates(planned: ConversionPlan, how: AllocationRecipe, budget: int, largest: int) -> list[MLAShape]:
+def _candidates(planned: ConversionPlan, budget: int, largest: int) -> list[MLAShape]:
     """The sizes that a layer of C + R = `budget` may have: the plan's own, and those that the recipe leaves open."""
-    spec, own = planned.source, planned.layers[0]
+    spec, own, how = planned.source, planned.layers[0], planned.recipe.allocation
+    if how is None or not planned.provisional:
+        return [own]
     if how.split == "share":
         # R is the plan's in all layers: measured, letting it follow a layer's budget gave the gain away again.
         rank = budget - own.rope_dim - own.key_scales

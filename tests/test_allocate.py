@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_convert.allocate import MOST_ROPE_DIMS, allocate, loss_curve
+from mla_convert.allocate import MOST_ROPE_DIMS, allocate, loss_curve, predict
 from mla_convert.calibrate.statistics import HeldOutStatistics
 from mla_convert.errors import StatisticsError
 from mla_convert.maths.factorise import factorise_joint
@@ -215,3 +215,33 @@ def test_progress_counts_layers() -> None:
     planned = make_plan(SOURCE, recipe=allocating(), cache=0.5)
     allocate(planned, [c.statistics for c in CASES], lambda i: CASES[i].weights, lambda *call: calls.append(call))
     assert calls == [("allocate", i + 1, 3) for i in range(3)]
+
+
+def test_what_plans_are_predicted_to_cost_is_what_their_layers_are() -> None:
+    how = replace(allocating(layers="uniform"), allocation=None)
+    plans = [make_plan(SOURCE, recipe=how, cache=share) for share in (0.75, 0.5, 0.25)]
+    read: list[int] = []
+
+    def weights(i: int) -> Any:
+        read.append(i)
+        return CASES[i].weights
+
+    found = predict(plans, [c.statistics for c in CASES], weights)
+    assert read == [0, 1, 2]  # once, for all plans
+    for planned, prediction in zip(plans, found, strict=True):
+        assert prediction.layers == planned.layers
+        by_hand = [lost(c, shape, how) for c, shape in zip(CASES, planned.layers, strict=True)]
+        # the truncation written out is a difference of larger numbers
+        assert prediction.loss == pytest.approx(sum(0.5 * (0.5 * moved + cut) for moved, cut in by_hand), rel=1e-6)
+    assert [p.loss for p in found] == sorted(p.loss for p in found)
+
+
+def test_a_provisional_plan_is_predicted_with_the_sizes_that_it_gets() -> None:
+    how = allocating(layers="waterfill", split="share")
+    planned, chosen = sizes(how)
+    uniform = replace(planned, provisional=False)
+    statistics = [c.statistics for c in CASES]
+    divided, alike = predict([planned, uniform], statistics, lambda i: CASES[i].weights)
+    assert divided.layers == chosen
+    assert alike.layers == planned.layers
+    assert divided.loss <= alike.loss

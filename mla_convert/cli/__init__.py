@@ -24,6 +24,7 @@ from mla_convert.cli.export import export
 from mla_convert.cli.generate import generate
 from mla_convert.cli.heal import heal
 from mla_convert.cli.inspect import inspect
+from mla_convert.cli.plan import plan
 from mla_convert.cli.recipes import recipes
 from mla_convert.cli.report import report
 from mla_convert.cli.serve import serve
@@ -85,6 +86,7 @@ def _start(
 COMMANDS = (
     (inspect, "mla-convert inspect builtin:smollm2-135m"),
     (recipes, "mla-convert recipes show default > mine.yaml"),
+    (plan, "mla-convert plan builtin:smollm2-135m --budget-gb 8 --context 2048"),
     (convert, "mla-convert convert builtin:smollm2-135m out/mla --cache 0.5 --calibration builtin:pydoc"),
     (heal, "mla-convert heal out/mla out/healed --teacher builtin:smollm2-135m --text builtin:pydoc"),
     (evaluate, "mla-convert evaluate out/mla --against builtin:smollm2-135m --text builtin:pydoc --max-tokens 8192"),

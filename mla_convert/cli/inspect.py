@@ -13,12 +13,13 @@ from mla_convert.cli._options import (
     TokenOption,
     VerboseOption,
 )
+from mla_convert.cli._units import gigabytes
 
 if TYPE_CHECKING:
     from mla_convert.cli._console import Screen
     from mla_convert.spec import SourceSpec
 
-BUDGETS = (1.0, 0.75, 0.5, 0.375, 0.25)
+
 CACHE_DTYPES = ("bfloat16", "float32")
 
 
@@ -37,11 +38,14 @@ def inspect(
     from mla_convert.cli._console import screen
 
     with screen(as_json=json, quiet=quiet, verbose=verbose) as out:
+        from mla_convert.budget import budget_facts, plan_budgets
+        from mla_convert.recipe import load_recipe
         from mla_convert.sources import open_source
 
         opened = open_source(source, revision=revision, token=token)
+        budgets = plan_budgets(opened.spec, load_recipe("default"))
         facts = describe(opened.spec) | {"source": source, "file_bytes": opened.file_bytes()}
-        facts["budgets"] = [_budget(opened.spec, cache, opened.file_bytes()) for cache in BUDGETS]
+        facts["budgets"] = [budget_facts(budget, opened.file_bytes(), CACHE_DTYPES) for budget in budgets]
         out.result(facts)
         _show(out, facts)
 
@@ -98,33 +102,6 @@ def describe(spec: SourceSpec) -> dict[str, Any]:
     }
 
 
-def _budget(spec: SourceSpec, cache: float, file_bytes: int) -> dict[str, Any]:
-    """Return the sizes that the default recipe's plan gives for a cache budget, or why there is no such plan."""
-    from mla_convert.errors import MLAConvertError
-    from mla_convert.estimate import estimate
-    from mla_convert.plan import is_full, make_plan
-    from mla_convert.recipe import load_recipe
-
-    try:
-        plan = make_plan(spec, recipe=load_recipe("default"), cache=cache, kv_rank=None, rope_dim=None, format="native")
-    except MLAConvertError as error:
-        return {"cache": cache, "error": error.message}
-    shape = plan.layers[0]
-    takes = estimate(plan, spec.dtype, file_bytes)
-    return {
-        "cache": cache,
-        "kv_rank": shape.kv_rank,
-        "rope_dim": shape.rope_dim,
-        "cached_per_token_layer": shape.cached,
-        "exact": is_full(spec, shape),
-        "provisional": plan.provisional,
-        "memory_bytes": takes.memory,
-        "disk_bytes": takes.disk,
-        "statistics_bytes": takes.statistics,
-        "cache_bytes_per_token": {dtype: plan.cache_bytes_per_token(dtype) for dtype in CACHE_DTYPES},
-    }
-
-
 def _show(out: Screen, facts: dict[str, Any]) -> None:
     attention, rope, cache = facts["attention"], facts["rope"], facts["cache_bytes_per_token"]
     biases = [name for name, present in facts["biases"].items() if present]
@@ -168,6 +145,7 @@ def _show(out: Screen, facts: dict[str, Any]) -> None:
     out.line()
     out.line(facts["verdict"]["said"])
     out.line("Memory and disk are what a conversion by this recipe is expected to take, from sizes alone.")
+    out.line("`mla-convert plan` says what budgets serve, how long they take, and what they are predicted to cost.")
 
 
 def _held(targets: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -186,9 +164,5 @@ def _budget_row(budget: dict[str, Any]) -> tuple[object, ...]:
         return (budget["cache"], *("-",) * 8)
     size = budget["cache_bytes_per_token"]
     sizes = (f"{size['bfloat16']:,}", f"{size['float32']:,}", "yes" if budget["exact"] else "no")
-    takes = (_gigabytes(budget["memory_bytes"]), _gigabytes(budget["disk_bytes"]))
+    takes = (gigabytes(budget["memory_bytes"]), gigabytes(budget["disk_bytes"]))
     return (budget["cache"], budget["kv_rank"], budget["rope_dim"], budget["cached_per_token_layer"], *sizes, *takes)
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"
