@@ -11,6 +11,7 @@ from torch import Tensor
 from mla_convert.errors import UsageError
 from mla_convert.evaluate.perplexity import Perplexity
 from mla_convert.evaluate.scoring import log_probabilities, scored_batches, scored_rows, target_parts
+from mla_convert.positions import check_positions
 from mla_convert.progress import Progress, silent
 
 
@@ -53,8 +54,11 @@ def compare(
     are computed in float64. Both are in evaluation mode and read the same token ids.
 
     Raises:
-        UsageError: the vocabularies differ in size, or a stride or batch size is out of range.
+        UsageError: the vocabularies differ in size, a stride or batch size is out of range, or windows are longer than
+            a model can read.
     """
+    for one in (model, reference):
+        check_positions(one, windows.shape[1])
     report = progress or silent
     batches = scored_batches(windows, batch_size=batch_size, stride=stride)
     model_nll = reference_nll = divergence = 0.0

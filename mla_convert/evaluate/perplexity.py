@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.evaluate.scoring import log_probabilities, scored_batches, scored_rows, target_parts
+from mla_convert.positions import check_positions
 from mla_convert.progress import Progress, silent
 
 
@@ -51,8 +52,9 @@ def perplexity(
     The logits of ``batch_size`` contexts are held at a time.
 
     Raises:
-        UsageError: a stride or batch size out of range.
+        UsageError: a stride or batch size out of range, or windows longer than the model can read.
     """
+    check_positions(model, windows.shape[1])
     report = progress or silent
     batches = scored_batches(windows, batch_size=batch_size, stride=stride)
     total_nll, tokens = 0.0, 0

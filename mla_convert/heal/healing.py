@@ -31,6 +31,7 @@ from mla_convert.heal.gradients import output_metrics
 from mla_convert.heal.layers import LayerResult, LayerSettings, Streams, heal_layers, layers_of
 from mla_convert.heal.teacher import check_teacher, check_tokenizers
 from mla_convert.memory import keep_freed_memory
+from mla_convert.positions import check_positions
 from mla_convert.progress import Progress, silent
 from mla_convert.record import LOSS_NAME, RECORD_NAME, json_safe
 from mla_convert.report import write_report
@@ -116,7 +117,7 @@ def heal(request: HealRequest, progress: Progress | None = None) -> HealResult:
     Raises:
         FormatError: the model is not of the native format.
         HealError: the teacher does not belong to the model, a loss is not finite, or an interrupted run was another.
-        UsageError: several processes, where one is needed.
+        UsageError: several processes, where one is needed, or a context longer than a model can read.
         TextError: a text cannot be read or is too short.
         OutputError: the output exists or cannot be written, or another run is writing it.
         VerificationError: what was written does not load as what was trained.
@@ -143,6 +144,8 @@ def _heal(request: HealRequest, report: Progress) -> HealResult:
     teacher, its_tokenizer = _teacher(request, by_layers=request.stage != "global")
     check_teacher(student, teacher, hidden=request.stage != "global")
     check_tokenizers(tokenizer, its_tokenizer)
+    check_positions(student, request.text.context)
+    check_positions(teacher, request.text.context)
     text = text_of(request, tokenizer)
     work = work_folder(request.out)
     origin = _origin(request, text)
@@ -158,6 +161,7 @@ def _heal(request: HealRequest, report: Progress) -> HealResult:
         if request.stage == "all":
             teacher = None  # or both would be in memory
             teacher, _ = _teacher(request, by_layers=False)
+            check_positions(teacher, request.text.context)
         settings = {name: json.dumps(value) for name, value in asdict(request.distil).items()}
         checkpoints = Checkpoints(
             work / "global", origin | {f"distil {name}": value for name, value in settings.items()}
