@@ -21,7 +21,8 @@ class _Kind:
     Attributes:
         names: class names of that kind; the group ``stem`` is the family's part of the name.
         what: what it is.
-        remedy: what to do; ``{stem}`` stands for the family's part of the name.
+        remedy: what to do; ``{stem}`` stands for the family's part of the name, ``{class_name}`` for its causal
+            language model.
     """
 
     names: re.Pattern[str]
@@ -72,12 +73,12 @@ _TASK_HEAD = _Kind(
         r"|RewardModel|ForRewardModeling|ForProcessRewardModel|ForEmbedding|DoubleHeadsModel)"
     ),
     "a model with the head of another task in place of the language model's",
-    "use the causal language model that it was made from ({stem}ForCausalLM): a conversion needs its output head",
+    "use the causal language model that it was made from ({class_name}): a conversion needs its output head",
 )
 _BODY = _Kind(
     re.compile(r"(?P<stem>\w+)(?<!LMHead)Model"),
     "the body of a model without its output head",
-    "use the causal language model of the family ({stem}ForCausalLM): a conversion needs its output head",
+    "use the causal language model of the family ({class_name}): a conversion needs its output head",
 )
 _BY_NAME = (_OWN, _ENCODER_DECODER, _STATE_SPACE, _MULTIMODAL, _ENCODER, _TASK_HEAD, _BODY)
 
@@ -140,7 +141,10 @@ def refuse_architecture(fields: Mapping[str, Any], known: Sequence[str]) -> None
         raise unknown_architecture(architecture, known, remote_code=bool(fields.get("auto_map")))
     found = kind.names.fullmatch(architecture)
     stem = (found.groupdict().get("stem") if found is not None else None) or "..."
-    raise UnsupportedArchitectureError(f"'{architecture}' is {kind.what}", kind.remedy.format(stem=stem))
+    # GPT-2's alone has another name (GPT2LMHeadModel).
+    class_name = next((name for name in known if name == f"{stem}LMHeadModel"), f"{stem}ForCausalLM")
+    remedy = kind.remedy.format(stem=stem, class_name=class_name)
+    raise UnsupportedArchitectureError(f"'{architecture}' is {kind.what}", remedy)
 
 
 def _kind(architecture: str, fields: Mapping[str, Any]) -> _Kind | None:
@@ -153,9 +157,10 @@ def _kind(architecture: str, fields: Mapping[str, Any]) -> _Kind | None:
     if fields.get("is_encoder_decoder"):
         return _ENCODER_DECODER
     by_name = next((kind for kind in _BY_NAME if kind.names.fullmatch(architecture)), None)
-    if by_name is None and any(fields.get(name) for name in _SENSES):
+    if by_name in (None, _BODY) and any(fields.get(name) for name in _SENSES):
         return _MULTIMODAL
-    return by_name
+    # Code of its own may call a whole model what it likes (ChatGLMModel).
+    return None if by_name is _BODY and fields.get("auto_map") else by_name
 
 
 def refuse_gguf_architecture(architecture: str, file: str, known: Sequence[str]) -> None:

@@ -43,6 +43,17 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], str, str]] = {
     "classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "head of another task", "LlamaForCausalLM"),
     "reward": ({"architectures": ["Qwen2ForRewardModel"]}, "head of another task", "Qwen2ForCausalLM"),
     "body": ({"architectures": ["MistralModel"]}, "without its output head", "MistralForCausalLM"),
+    "body of GPT-2": ({"architectures": ["GPT2Model"]}, "without its output head", "(GPT2LMHeadModel)"),
+    "images in a body": (
+        {"architectures": ["InternVLChatModel"], "vision_config": {"a": 1}},
+        "multimodal",
+        "text-only",
+    ),
+    "code of its own in a body": (
+        {"architectures": ["ChatGLMModel"], "auto_map": {"AutoModel": "modeling_chatglm.X"}},
+        "lies beside its weights",
+        "no code of a checkpoint is run",
+    ),
     "Mamba": ({"architectures": ["MambaForCausalLM"], "state_size": 16}, "state-space", "softmax attention"),
     "Jamba": ({"architectures": ["JambaForCausalLM"], "mamba_d_state": 16}, "state-space", "softmax attention"),
     "hybrid by layers": (
