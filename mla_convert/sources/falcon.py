@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,12 @@ class FalconAdapter(FusedAdapter):
     up = "mlp.dense_h_to_4h"
     down = "mlp.dense_4h_to_h"
     final_norm = "transformer.ln_f"
-    dropped = ()
+    dropped = (
+        (
+            re.compile(r"transformer\.h\.\d+\.self_attention\.(maybe_rotary|rotary_emb)\.inv_freq"),
+            "recomputed from the config",
+        ),
+    )
 
     def config_class(self) -> type[PretrainedConfig]:
         from transformers import FalconConfig
@@ -49,6 +55,13 @@ class FalconAdapter(FusedAdapter):
             raise UnsupportedArchitectureError(
                 "config.json has new_decoder_architecture without parallel_attn, which its class cannot run",
                 "check both in config.json",
+            )
+        grouped = not config.multi_query and config.num_kv_heads != config.num_attention_heads
+        if grouped and not config.new_decoder_architecture:
+            raise UnsupportedArchitectureError(
+                f"config.json has {config.num_kv_heads} KV heads for {config.num_attention_heads} query heads without "
+                "new_decoder_architecture, which its class cannot run",
+                "check num_kv_heads, multi_query and new_decoder_architecture in config.json",
             )
         dim = config.hidden_size // config.num_attention_heads
         root = math.isqrt(dim)

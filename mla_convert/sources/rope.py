@@ -23,13 +23,20 @@ def rope_spec(config: PretrainedConfig, rotary_class: Any, head_dim: int, *, int
         rotary_class: the family's rotary module in transformers, built from a config.
 
     Raises:
-        UnsupportedArchitectureError: the kind is not known, or it does not turn the part of a head that the config
-            says.
+        UnsupportedArchitectureError: the kind is not known, its parameters do not do, or it does not turn the part of
+            a head that the config says.
     """
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     if (kind := _kind(parameters)) not in _KINDS:
         raise _unknown(kind)
-    rotary = rotary_class(config)
+    try:
+        rotary = rotary_class(config)
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+        said = " ".join(str(error).split())
+        raise UnsupportedArchitectureError(
+            f"{rotary_class.__name__} of transformers cannot be made from config.json ({type(error).__name__}: {said})",
+            "check rope_parameters, or rope_scaling and rope_theta, and head_dim in config.json",
+        ) from error
     frequencies = [float(frequency) for frequency in rotary.inv_freq.float()]
     # Some classes ignore the factor and rotate everything; a checkpoint that states it was not trained that way.
     factor = parameters.get("partial_rotary_factor")

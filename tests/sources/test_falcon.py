@@ -21,7 +21,7 @@ class TestFalcon(AdapterConformance):
     output_path = "dense"
     stored_attention = "transformer.h.{}.self_attention."
     rotary_path = "transformer.rotary_emb"
-    dropped = None
+    dropped = ("transformer.h.0.self_attention.maybe_rotary.inv_freq", (8,))
     variants: ClassVar = {
         "7b": tiny_falcon,
         "40b": lambda: tiny_falcon(**NEW),
@@ -73,7 +73,9 @@ def test_biases_that_are_rounded_before_an_inexact_division_are_refused(tmp_path
 
 
 @pytest.mark.parametrize(
-    "fields", [NEW | {"parallel_attn": False}, {"num_ln_in_parallel_attn": 2}], ids=["sequential", "two-norms"]
+    "fields",
+    [NEW | {"parallel_attn": False}, {"num_ln_in_parallel_attn": 2}, RW | {"num_kv_heads": 2}],
+    ids=["sequential", "two-norms", "grouped"],
 )
 def test_what_its_class_cannot_run_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedArchitectureError, match="cannot run"):

@@ -38,3 +38,16 @@ def test_more_experts_than_there_are_cannot_answer(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_experts_per_tok": 4}))
     with pytest.raises(UnsupportedArchitectureError, match="4 of 3 experts"):
         open_source(str(folder))
+
+
+def test_rope_that_its_class_cannot_make_is_refused_and_not_a_crash(tmp_path: Path) -> None:
+    """transformers' YaRN multiplies the config's head_dim, which Mixtral's leaves empty."""
+    folder = save_source(tiny_mixtral(), tmp_path)
+    path = folder / "config.json"
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    fields = json.loads(path.read_text()) | {"rope_parameters": yarn}
+    path.write_text(json.dumps(fields | {"head_dim": None}))
+    with pytest.raises(UnsupportedArchitectureError, match="cannot be made from config"):
+        open_source(str(folder))
+    path.write_text(json.dumps(fields | {"head_dim": 16}))
+    assert open_source(str(folder)).spec.rope.kind == "yarn"
