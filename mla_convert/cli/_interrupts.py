@@ -28,8 +28,8 @@ def kept_beside(out: Path) -> tuple[Path, ...]:
     """Return what runs for the folder ``out`` have left beside it to go on with."""
     target = out.absolute()
     found = sorted(target.parent.glob(f".{glob.escape(target.name)}.*"))
-    unfinished = (f".{target.name}.partial-", f".{target.name}.replaced-")
-    return tuple(path for path in found if not path.name.startswith(unfinished))
+    own = len(f".{target.name}")
+    return tuple(path for path in found if not any(kind in path.name[own:] for kind in (".partial-", ".replaced-")))
 
 
 def interruption(error: InterruptedRunError, arguments: Sequence[str]) -> str:

@@ -116,6 +116,7 @@ def test_an_interrupted_conversion_says_what_is_kept_and_how_to_go_on(cli, tiny_
     out = tmp_path / "my mla"
     interrupt("mla_convert.complete.convert_and_heal", tmp_path / ".my mla.calibration.safetensors")
     (tmp_path / ".my mla.partial-1-ab").mkdir()  # another process's, still at work
+    (tmp_path / ".my mla.calibration.safetensors.partial-1").touch()
     answer = cli("convert", tiny_folder, out, "--cache", "0.5", "--token", "hf_secret")
     assert (answer.code, answer.out) == (130, "")
     said, command = answer.err.splitlines()
