@@ -8,11 +8,19 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from tests.tiny import HEADS, HIDDEN_SIZE, VOCAB_SIZE, randomised, sizes
+from tests.tiny import HEAD_DIM, HEADS, HIDDEN_SIZE, VOCAB_SIZE, randomised, sizes
 
 
 def tiny_starcoder2(kind: str = "GQA", *, tied: bool = True, **fields: Any) -> PreTrainedModel:
     return _dense("Starcoder2", kind, tied, fields, norm_epsilon=2e-5)
+
+
+def tiny_gemma(
+    kind: str = "MQA", *, tied: bool = True, dtype: torch.dtype = torch.float32, **fields: Any
+) -> PreTrainedModel:
+    """Heads twice as wide as D/H."""
+    config = transformers.GemmaConfig(**{**sizes(kind, tied), "head_dim": 2 * HEAD_DIM, **fields})
+    return randomised(transformers.GemmaForCausalLM, config, dtype, norm_weight=0.0)
 
 
 def tiny_granite(kind: str = "GQA", *, tied: bool = True, **fields: Any) -> PreTrainedModel:

@@ -45,6 +45,7 @@ _FOREIGN_FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "num_local_experts": ((None, 0), "the feed-forward layers are experts"),
     "num_experts": ((None, 0), "the feed-forward layers are experts"),
     "is_causal": ((None, True), "attention is not causal"),
+    "use_bidirectional_attention": ((None, False), "tokens see what follows them"),
     "clip_qkv": ((None,), "queries, keys and values are clipped"),
     "final_logit_softcapping": ((None, 0), "logits are capped"),
     "logit_scale": ((None, 1), "logits are scaled"),

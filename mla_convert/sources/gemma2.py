@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mla_convert.errors import UnsupportedArchitectureError
 from mla_convert.sources.adapter import Biases, DenseAdapter
 from mla_convert.sources.layer_types import windows_by_layer_type
 from mla_convert.spec import BlockSpec
@@ -40,14 +39,6 @@ class Gemma2Adapter(DenseAdapter):
         from transformers.models.gemma2.modeling_gemma2 import Gemma2RotaryEmbedding
 
         return Gemma2RotaryEmbedding
-
-    def check(self, config: PretrainedConfig) -> None:
-        super().check(config)
-        if getattr(config, "use_bidirectional_attention", None):
-            raise UnsupportedArchitectureError(
-                "config.json sets use_bidirectional_attention: tokens see what follows them",
-                "use a checkpoint that generates text, not one that embeds it",
-            )
 
     def biases(self, config: PretrainedConfig) -> Biases:
         bias = bool(config.attention_bias)

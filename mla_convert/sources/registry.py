@@ -6,6 +6,7 @@ from mla_convert.sources.adapter import Adapter
 from mla_convert.sources.bloom import BloomAdapter
 from mla_convert.sources.cohere import CohereAdapter
 from mla_convert.sources.falcon import FalconAdapter
+from mla_convert.sources.gemma import GemmaAdapter
 from mla_convert.sources.gemma2 import Gemma2Adapter
 from mla_convert.sources.gemma3 import Gemma3Adapter
 from mla_convert.sources.gpt2 import GPT2Adapter
@@ -31,6 +32,7 @@ ADAPTERS: tuple[type[Adapter], ...] = (
     Qwen2Adapter,
     Qwen3Adapter,
     Phi3Adapter,
+    GemmaAdapter,
     Gemma2Adapter,
     Gemma3Adapter,
     Olmo2Adapter,
