@@ -14,7 +14,7 @@ vllm_pip := $(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo bench test test-slow test-vllm check format docs clean
+.PHONY: help install install-vllm demo bench test test-slow test-vllm check format docs site clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -67,14 +67,21 @@ check: $(installed)  ## Formatting, lint, types, import contracts, generated doc
 	$(bin)/lint-imports
 	$(bin)/python docs/generate_cli.py --check
 	$(bin)/python docs/generate_families.py --check
+	$(bin)/python docs/generate_pages.py --check
+	$(bin)/python docs/generate_api.py --check
 
 format: $(installed)  ## Format the code and apply ruff's safe fixes
 	$(bin)/ruff format .
 	$(bin)/ruff check --fix .
 
-docs: $(installed)  ## Write docs/cli.md and docs/families.md anew, from the command line's own help and the families
+docs: $(installed)  ## Write anew what is generated: docs/cli.md, families.md, recipes.md, notation.md, and the functions' types
 	$(bin)/python docs/generate_cli.py
 	$(bin)/python docs/generate_families.py
+	$(bin)/python docs/generate_pages.py
+	$(bin)/python docs/generate_api.py
+
+site: $(installed)  ## Build the documentation into build/site
+	$(bin)/python -m mkdocs build --strict
 
 clean:  ## Remove the virtual environment and everything built
 	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis

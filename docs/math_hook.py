@@ -1,7 +1,7 @@
 """Formulas for the site: LaTeX, as GitHub shows it in Markdown, becomes MathML, which browsers draw by themselves.
 
-A block is a fence of the language ``math``; in a line a formula stands between ``$`` and backticks. Markdown sees a word
-in each formula's place, so that it takes nothing in them for its own.
+A block is a fence of the language ``math``; in a line a formula stands between ``$`` and backticks. Markdown sees
+a word in each formula's place, so that it takes nothing in them for its own.
 """
 
 import re
@@ -32,4 +32,5 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 def _mathml(found: re.Match[str]) -> str:
     if found["inline"] is not None:
         return convert(found["inline"])
-    return f'<span style="display: block; overflow-x: auto">{convert(found["block"], display="block")}</span>'
+    block = convert(found["block"], display="block")
+    return f'<span style="display: block; overflow: auto hidden; padding: 0.3em 0">{block}</span>'
