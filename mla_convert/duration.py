@@ -8,7 +8,11 @@ What is counted, for a model of P weights that a token meets (of experts those t
 - refits: both models over the text, and the heads' Gram matrices;
 - healing: the source's forward pass, and the trained model's with its gradients.
 
-Opening files, downloads and writing do not count.
+Opening files, downloads and writing do not count. On SmolLM2-135M, recipe `default`, 16,384 tokens and one thread of
+a machine that other work kept busy, whose rate was measured between 30 and 85 billion a second, calibration took some
+270 seconds of the CPU where this says 130 at the higher rate and 370 at the lower; writing 30 layers took 26, where it
+says 16 to 45 for their solutions. Calibration a layer at a time computes the forward passes once more. Larger models
+are untried.
 """
 
 from __future__ import annotations
