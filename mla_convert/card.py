@@ -66,6 +66,7 @@ def _introduction(record: Mapping[str, Any]) -> str:
         f"mla-convert {record['tool']['version']} to multi-head latent attention (MLA): each layer caches one latent "
         "and one shared RoPE key a token instead of keys and values of every KV head. `conversion.json` holds the "
         "recipe, seeds, versions, digests of the inputs and the errors of every layer."
+        + ("" if "export" in record else " `report.html` shows them, for a browser.")
     )
 
 

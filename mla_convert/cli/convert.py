@@ -277,6 +277,6 @@ def _show_next(console: Screen, source: str, out: Path) -> None:
     from shlex import quote
 
     folder, against = quote(str(out)), quote(source)
-    console.line(f"wrote {out}; next:")
+    console.line(f"wrote {out}, with a report for a browser in {out / 'report.html'}; next:")
     console.line(f"  mla-convert evaluate {folder} --against {against} --text FILE")
     console.line(f"  mla-convert generate {folder} --prompt TEXT")

@@ -138,13 +138,13 @@ def comparison_page(compared: Sequence[Compared]) -> str:
         quality = Section("quality", "Quality against cache", (nothing,))
     sources = list(dict.fromkeys(one.source for one in compared))
     subtitle = f"{len(compared)} conversions of {', '.join(sources)}."
-    return page("Conversions compared", subtitle, (quality, table))
+    return page("Conversions compared", subtitle, (quality, table), wide=True)
 
 
 def _drawn(compared: Sequence[Compared]) -> tuple[list[plots.Line], list[tuple[float, float, str]]]:
     """A line for each text, and the names of the points."""
     by_text: dict[tuple[str, str | None, str], list[tuple[float, float]]] = {}
-    labels = []
+    names: dict[tuple[float, float], list[str]] = {}
     several = len({one.source for one in compared}) > 1
     for one in compared:
         for row in one.measurements:
@@ -152,5 +152,7 @@ def _drawn(compared: Sequence[Compared]) -> tuple[list[plots.Line], list[tuple[f
                 continue
             text = f"{row.text}, {short(one.source)}" if several else row.text
             by_text.setdefault((text, row.text_sha256, one.source), []).append((one.ratio, row.log_ratio))
-            labels.append((one.ratio, row.log_ratio, short(one.model)))
+            # Names of points that lie on one another would, too.
+            names.setdefault((round(one.ratio, 2), round(row.log_ratio, 3)), []).append(short(one.model))
+    labels = [(x, y, ", ".join(dict.fromkeys(found))) for (x, y), found in names.items()]
     return [(text, sorted(points)) for (text, _, _), points in by_text.items()], labels

@@ -41,7 +41,9 @@ class LayerDetails:
         """
         tails = [*accumulate(reversed(spectrum), initial=0.0)]
         total, size = tails[-1], len(spectrum)
-        ranks = {round(size * i / (SPECTRUM_POINTS - 1)) for i in range(SPECTRUM_POINTS)} | {min(kv_rank, size)}
+        # Denser where a spectrum falls most, at its beginning.
+        ranks = {round(size * (i / (SPECTRUM_POINTS - 1)) ** 1.5) for i in range(SPECTRUM_POINTS)}
+        ranks.add(min(kv_rank, size))
         lost = {rank: _rounded(tails[size - rank] / total) if total > 0 else 0.0 for rank in sorted(ranks)}
         slots = () if pairs is None else tuple(list(pairs).count(pair) for pair in range(num_pairs))
         return cls(tuple(lost), tuple(lost.values()), slots)

@@ -20,12 +20,14 @@ def page(
     *,
     headline: Sequence[tuple[str, str]] = (),
     json_name: str | None = None,
+    wide: bool = False,
 ) -> str:
     """Return the HTML of a page; all text is escaped, and its own policy keeps a browser from loading anything.
 
     Args:
         headline: pairs (figure, what it is) above everything.
         json_name: the file beside it that holds the same data.
+        wide: for tables of many columns.
     """
     here = files("mla_convert.report")
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
@@ -37,6 +39,7 @@ def page(
         sections=sections,
         headline=headline,
         json_name=json_name,
+        wide=wide,
         version=__version__,
         style=Markup(here.joinpath("page.css").read_text(encoding="utf-8").strip()),
     )

@@ -40,7 +40,7 @@ def spectra(layers: Sequence[LayerDetails], kv_ranks: Sequence[int]) -> str:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda share, _: f"{share:.3%}".rstrip("0%").rstrip(".") + "%")
         axes.set_ylim(bottom=_LEAST_SHARE, top=1.3)
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, max(layer.ranks[-1] for layer in layers))
         axes.set_xlabel("latent rank c")
         axes.set_ylabel("share of energy lost")
         figure.legend(loc="outside right upper")
@@ -88,7 +88,7 @@ def slots(counts: Sequence[Sequence[int]], frequencies: Sequence[float] | None) 
 
     height = min(6.5, max(2.2, 1.2 + 0.12 * layers))
     said = (
-        f"{layers} layers down, {pairs} pairs across from fast to slow; darker cells have more slots, at most {most}."
+        f"{layers} layers down, {pairs} pairs across from fast to slow; stronger cells have more slots, at most {most}."
     )
     return draw("slots", "RoPE slots by layer and frequency", said, height, paint)
 
@@ -104,7 +104,7 @@ def by_layer(name: str, title: str, description: str, lines: Mapping[str, Sequen
         axes.set_xlabel("layer")
         axes.set_ylabel(unit)
         _whole_ticks(axes)
-        figure.legend(loc="outside upper center", ncols=3)
+        figure.legend(loc="outside upper center", ncols=len(lines))
 
     return draw(name, title, description, 3.1, paint)
 
@@ -119,6 +119,7 @@ def sizes(parts: Mapping[str, Sequence[int]], source: int) -> str:
             bottom = [below + value for below, value in zip(bottom, values, strict=True)]
         axes.axhline(source, color=colour("ink"), linestyle=(0, (4, 2)), linewidth=1.0, label=f"source, {source}")
         axes.grid(visible=False, axis="x")
+        axes.set_xlim(-0.6, len(bottom) - 0.4)
         axes.set_xlabel("layer")
         axes.set_ylabel("cached numbers a token")
         _whole_ticks(axes)

@@ -12,22 +12,33 @@ from mla_convert.report import plots
 from mla_convert.report.data import ReportData
 from mla_convert.report.details import LayerDetails
 
+_LONG_CELL = 40
+
+# The errors of ConvertedLayer and of the refit: how a legend names each, and what it is.
 _ERRORS = {
-    "keys": "keys, by truncation",
-    "values": "values, by truncation",
-    "truncated": "content, in the metric of the factorisation",
-    "moved": "rotations, of the key components without a slot",
-    "held_out": "held-out content, by truncation",
-    "attention": "the attention's output, after the refit",
+    "keys": ("keys", "what truncation loses of all keys before RoPE"),
+    "values": ("values", "what truncation loses of all values"),
+    "truncated": ("content", "what truncation loses of the content, in the metric of the factorisation"),
+    "moved": (
+        "rotations",
+        "what is lost with the rotation of key components that have no slot, of all components' cost",
+    ),
+    "held_out": ("held-out content", "what truncation loses of text that took no part, in its Fisher information"),
+    "attention": ("attention", "what the layer's attention is off by after the refit, on its text"),
 }
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under columns' names."""
+    """Rows of cells under columns' names, or of what there is a name for beside it where there are no columns."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+    @property
+    def prose(self) -> bool:
+        """Whether the cells of the last column are too long for a line."""
+        return not self.columns or max((len(row[-1]) for row in self.rows), default=0) > _LONG_CELL
 
 
 @dataclass(frozen=True)
@@ -130,7 +141,7 @@ def _source(record: Mapping[str, Any]) -> Section:
     used = ((name, record.get(name)) for name in ("calibration", "refit"))
     rows += [(name, f"{text['tokens']:,} tokens of {text['ref']}") for name, text in used if text]
     notes = tuple(record.get("notes") or ())
-    return Section("source", "What was converted", notes, table=Table(("", ""), rows))
+    return Section("source", "What was converted", notes, table=Table((), rows))
 
 
 def _span(values: Sequence[int]) -> str:
@@ -229,7 +240,7 @@ def _slots(data: ReportData) -> Section | None:
     ]
     said = (
         "Each RoPE slot of the shared key turns at the frequency of one pair of a source head's dims. Pairs further to "
-        "the right turn more slowly; a pair without a slot lost its rotation."
+        "the right turn more slowly. A pair keeps the rotation of as many key components as it has slots."
     )
     table = Table(("layer", "slots", "pairs with slots"), rows)
     return Section("slots", "RoPE slots by layer and frequency", (said,), plots.slots(counts, alike), table)
@@ -241,7 +252,7 @@ def _errors(record: Mapping[str, Any]) -> Section | None:
     if not names:
         return None
     drawn: dict[str, list[float | None]] = {
-        _ERRORS.get(name, name): [layer.get(name) for layer in layers] for name in names
+        _ERRORS.get(name, (name, ""))[0]: [layer.get(name) for layer in layers] for name in names
     }
     plot = plots.by_layer(
         "errors", "Error by layer", "A line for each kind of error over the layers.", drawn, "share of energy lost"
@@ -252,7 +263,8 @@ def _errors(record: Mapping[str, Any]) -> Section | None:
         [str(i), *(figure(values[i]) for values in drawn.values()), *([figure(dampings[i])] if dampings else ())]
         for i in range(len(layers))
     ]
-    said = "Shares of energy lost on the calibration's text, as the conversion predicts them layer by layer."
+    known = (_ERRORS[name] for name in names if name in _ERRORS)
+    said = "Shares of energy. " + "; ".join(f"`{label}`: {meaning}" for label, meaning in known) + "."
     return Section("errors", "Error by layer", (said,), plot, Table(columns, rows))
 
 
@@ -327,7 +339,7 @@ def _verification(record: Mapping[str, Any]) -> Section:
         said = "The folder was loaded again and answers as the source's decoder around the converted attention does."
     else:
         said = "The folder was not loaded again."
-    return Section("verification", "Verification", (said,), table=Table(("", ""), rows))
+    return Section("verification", "Verification", (said,), table=Table((), rows))
 
 
 def _recipe(record: Mapping[str, Any]) -> Section:
@@ -342,4 +354,4 @@ def _versions(record: Mapping[str, Any]) -> Section:
     rows += [[name, version] for name, version in record.get("libraries", {}).items()]
     digests = record["source"].get("digests", {})
     rows += [[f"sha256 of {name}", digest] for name, digest in digests.items()]
-    return Section("versions", "Versions and inputs", table=Table(("", ""), rows))
+    return Section("versions", "Versions and inputs", table=Table((), rows))

@@ -67,3 +67,19 @@ def test_a_page_that_cannot_be_written(cli, converted, tmp_path) -> None:
     answer = cli("compare", converted, "--html", tmp_path / "missing" / "page.html")
     assert answer.code == 9
     assert "page.html" in answer.err
+
+
+def test_a_healed_model_has_a_report_of_its_healing_and_keeps_its_spectra(
+    cli, converted, tiny_folder, text_file, tmp_path
+) -> None:
+    options = ("--teacher", tiny_folder, "--text", text_file, "--stage", "all", "--tokens", 512, "--context", 32)
+    assert cli("heal", converted, tmp_path / "healed", *options, "--layer-steps", 2).code == 0
+    before, after = (json.loads((folder / "report.json").read_text()) for folder in (converted, tmp_path / "healed"))
+    assert after["details"] == before["details"]
+    assert after["conversion"]["healing"][0]["stage"] == "all"
+    lines = [json.loads(line) for line in (tmp_path / "healed" / "loss.jsonl").read_text().splitlines()]
+    trained = [[line["step"], line["loss"]] for line in lines if line["loss"] is not None]
+    assert after["training_loss"] == trained  # as few steps as these are not thinned
+    page = (tmp_path / "healed" / "report.html").read_text()
+    assert 'id="healing-0-layers"' in page
+    assert 'id="healing-0-global"' in page
