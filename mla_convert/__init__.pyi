@@ -69,6 +69,7 @@ def convert(
     seed: int = 0,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     max_shard_size: str = "5GB",
+    low_memory: bool | None = None,
     bf16: bool = False,
     dry_run: bool = False,
     overwrite: bool = False,
@@ -102,6 +103,7 @@ def convert(
         seed: Seed of what is drawn of the texts.
         dtype: Write the weights in this dtype.
         max_shard_size: Largest weight file, as 500MB or 5GB.
+        low_memory: Work on one layer of the model at a time, or hold all of it.
         bf16: Heal in bfloat16, where the recipe heals and the hardware is fast at it.
         dry_run: Show the plan and write nothing.
         overwrite: Replace OUT if it exists, once the new one is whole.

@@ -32,7 +32,8 @@ from mla_convert.sources import open_source
 log = logging.getLogger(__name__)
 
 _REQUEST = "request.json"
-_CALIBRATION = ".converted.calibration.safetensors"
+# What a conversion keeps beside its output, which another request may still use.
+_DONE = frozenset({".converted.calibration.safetensors", ".converted.layers"})
 _ANY = 10**9
 _SHORT = "give a longer text, or another one with a second --calibration, or a recipe that heals on fewer tokens"
 
@@ -56,7 +57,8 @@ def convert_and_heal(
     planned = plan(request)
     recipe = planned.recipe
     if recipe.heal is None:
-        return convert(request, progress)
+        with sole_run(request.out, "convert"):
+            return convert(request, progress)
     if planned.format != "native":
         raise UsageError(
             f"the recipe {recipe.name} heals, which the {planned.format} format does not allow",
@@ -178,9 +180,11 @@ def _claim(work: Path, key: dict[str, Any], out: Path) -> None:
         if work.exists():
             log.info("removing %s, stages of another run", work)
             for entry in work.iterdir():
+                if entry.name in _DONE:
+                    continue
                 if entry.is_dir():
                     shutil.rmtree(entry)
-                elif entry.name != _CALIBRATION:
+                else:
                     entry.unlink()
         shutil.rmtree(work_folder(out), ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
@@ -191,7 +195,7 @@ def _claim(work: Path, key: dict[str, Any], out: Path) -> None:
 
 def _is_rest(work: Path) -> bool:
     """Whether a folder is what is left of stages that were being removed."""
-    return work.is_dir() and {path.name for path in work.iterdir()} <= {"converted", "layers", _CALIBRATION}
+    return work.is_dir() and {path.name for path in work.iterdir()} <= _DONE | {"converted", "layers"}
 
 
 def _remove(work: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -14,17 +12,13 @@ from typing import Any, cast
 import torch
 from torch import LongTensor
 
+from mla_convert import __version__
 from mla_convert.allocate import allocate
-from mla_convert.calibrate.collect import collect
-from mla_convert.calibrate.statistics import (
-    Provenance,
-    Statistics,
-    load_statistics,
-    save_statistics,
-)
-from mla_convert.calibrate.text import BUILTIN_TEXT, joint_digest, mixed_windows, read_text, uniform_windows
+from mla_convert.calibrate.statistics import Statistics
+from mla_convert.calibration import Places, calibration_contexts, low_memory, statistics_for
 from mla_convert.card import CARD_NAME, model_card
-from mla_convert.errors import StatisticsError, UsageError
+from mla_convert.convert_layers import convert_layers
+from mla_convert.errors import OutputError, UsageError
 from mla_convert.export.deepseek import check_deepseek, longrope_parameters, write_deepseek
 from mla_convert.export.folder import check_output, staged_folder
 from mla_convert.export.native import write_native
@@ -32,10 +26,11 @@ from mla_convert.export.reading import reading_difference
 from mla_convert.export.reference import reference_logits
 from mla_convert.export.reload import verify_folder
 from mla_convert.export.shards import parse_size
+from mla_convert.layer_store import LayerStore
 from mla_convert.mla import MLAWeights
 from mla_convert.plan import ConversionPlan, make_plan
 from mla_convert.progress import Progress, silent
-from mla_convert.recipe import Recipe, load_recipe
+from mla_convert.recipe import load_recipe
 from mla_convert.record import (
     RECORD_NAME,
     CalibrationRecord,
@@ -43,16 +38,11 @@ from mla_convert.record import (
     SourceRecord,
     build_record,
 )
-from mla_convert.refit import LayerRefit, refit_layers
-from mla_convert.request import ConvertRequest, check_request, given_statistics
+from mla_convert.report import LayerDetails, ReportDetails, write_report
+from mla_convert.request import ConvertRequest, check_request
 from mla_convert.sources import Source, open_source
-from mla_convert.spec import DTYPE_BYTES
-from mla_convert.transform import ConvertedLayer, convert_layer, slot_costs
-
-logger = logging.getLogger(__name__)
-
-# Contexts of uniformly drawn tokens for each context of calibration text, where the recipe weighs such noise.
-NOISE_SHARE = 0.125
+from mla_convert.spec import DTYPE_BYTES, RopeSpec
+from mla_convert.transform import ConvertedLayer, slot_costs
 
 # Where the weights take at most this many bytes, the reading of the source is compared with transformers' before a
 # conversion, and the written folder is loaded again and compared with the source's decoder around the converted
@@ -74,8 +64,9 @@ def plan(request: ConvertRequest) -> ConversionPlan:
 def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[str, Any]:
     """Convert and write ``request.out``; return what its conversion.json says.
 
-    The calibration of a run that is interrupted after it is kept beside the output folder and used by the next run of
-    the same source, text and seed; a run that succeeds removes it.
+    What is done lies beside the output folder until that is written, and a run that was interrupted goes on from there:
+    the calibration, if source, text and seed are the same, and every converted layer, if all that it depends on is. A
+    model that would fill the memory is worked on a layer at a time, with every layer's calibration kept.
 
     Raises:
         MLAConvertError: anything the project expects to go wrong; nothing is left at ``request.out`` then.
@@ -90,16 +81,17 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
     contexts, refit_text = None, None
     if planned.recipe.refit is not None and planned.recipe.refits:  # read now, as it may be too short
         tokens = min(planned.recipe.refit.tokens, request.calibration_tokens or planned.recipe.refit.tokens)
-        contexts, refit_text = _contexts(request, source, planned.recipe, tokens)
+        contexts, refit_text = calibration_contexts(request, source, planned.recipe, tokens)
 
+    whole = source.file_bytes() <= VERIFY_BYTES and not low_memory(request, source)
     difference = None
-    if source.file_bytes() <= VERIFY_BYTES:
+    if whole:
         started = time.perf_counter()
         difference = reading_difference(source, _verification_ids(source))
         timings["read"] = time.perf_counter() - started
     started = time.perf_counter()
-    kept = request.out.parent / f".{request.out.name}.calibration.safetensors"
-    statistics = _statistics(request, source, planned.recipe, kept, progress)
+    places = Places.beside(request.out)
+    statistics = statistics_for(request, source, planned.recipe, places, progress)
     timings["calibrate"] = time.perf_counter() - started
     counts, rope_parameters = _stock_slots(source, planned, statistics)
     if planned.provisional and statistics is not None:
@@ -108,35 +100,22 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
         planned = replace(planned, layers=layer_sizes, provisional=False)
         timings["allocate"] = time.perf_counter() - started
 
-    def converted(i: int, refit: LayerRefit) -> ConvertedLayer:
-        layer = convert_layer(
-            refit.source(source.attention(i)),
-            statistics.layers[i] if statistics else None,
-            source.spec.rope_of(i),
-            planned.layers[i],
-            planned.recipe,
-            counts=counts,
-        )
-        return replace(layer, weights=refit.converted(layer.weights))
-
-    refits = (LayerRefit(),) * source.spec.num_layers
-    if planned.recipe.refit is not None and contexts is not None:
-        started = time.perf_counter()
-        refits = refit_layers(
-            source, contexts, planned.recipe.refit, lambda *layer: converted(*layer).weights, progress
-        )
-        timings["refit"] = time.perf_counter() - started
-
+    started = time.perf_counter()
+    store = LayerStore(places.layers, _key(source, planned, statistics, counts, refit_text))
+    convert_layers(source, planned, statistics and statistics.layers, counts, store, contexts, progress)
+    timings["convert"] = time.perf_counter() - started
     errors: list[dict[str, float]] = []
     dampings: list[float] = []
+    details: list[LayerDetails] = []
 
     def layers() -> Iterator[tuple[int, MLAWeights]]:
         for i in range(source.spec.num_layers):
-            layer = converted(i, refits[i])
-            errors.append(dict(layer.errors) | refits[i].errors)
+            layer = _kept(store, i)
+            errors.append(dict(layer.errors))
             dampings.append(layer.damping)
-            weights = layer.weights.to(torch.float32)
-            del layer  # or it would live on while the next one is made
+            details.append(_details(layer, source.spec.rope_of(i)))
+            weights = layer.weights
+            del layer  # or it would live on while the next one is read
             yield i, weights
             del weights
 
@@ -154,9 +133,8 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
         timings["write"] = time.perf_counter() - started
         started = time.perf_counter()
         verification = None
-        if source.file_bytes() <= VERIFY_BYTES:
-            # made again, so that writing never held more than one of them
-            again = {i: converted(i, refits[i]).weights.to(torch.float32) for i in range(source.spec.num_layers)}
+        if whole:
+            again = {i: _kept(store, i).weights for i in range(source.spec.num_layers)}
             verification = _verify(source, again, folder, dtype_name)
         timings["verify"] = time.perf_counter() - started
         used = statistics.provenance if statistics else None
@@ -180,8 +158,44 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
         record = build_record(facts)
         (folder / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         (folder / CARD_NAME).write_text(model_card(record), encoding="utf-8")
-    kept.unlink(missing_ok=True)
+        write_report(folder, ReportDetails.of(details, source.spec))
+    places.clear()
     return record
+
+
+def _key(
+    source: Source,
+    planned: ConversionPlan,
+    statistics: Statistics | None,
+    counts: list[int] | None,
+    refit_text: CalibrationRecord | None,
+) -> str:
+    """What converted layers depend on, as text: those of an interrupted run serve only if it is the same."""
+    facts = {
+        "version": __version__,
+        "source": source.digests(),
+        "recipe": planned.recipe.to_dict(),
+        "layers": [asdict(shape) for shape in planned.layers],
+        "statistics": None if statistics is None else asdict(statistics.provenance),
+        "counts": counts,
+        "refit": None if refit_text is None else asdict(refit_text),
+    }
+    return json.dumps(facts, sort_keys=True)
+
+
+def _kept(store: LayerStore, index: int) -> ConvertedLayer:
+    layer = store.load(index)
+    if layer is None:
+        raise OutputError(
+            f"a converted layer in {store.folder} is gone or damaged", "run the command again: it makes that layer anew"
+        )
+    return layer
+
+
+def _details(layer: ConvertedLayer, rope: RopeSpec) -> LayerDetails:
+    """What the report shows of a layer and no file says."""
+    weights = layer.weights
+    return LayerDetails.of(layer.spectrum.tolist(), weights.shape.kv_rank, weights.pairs, num_pairs=rope.dim // 2)
 
 
 def _prepare(request: ConvertRequest) -> tuple[Source, ConversionPlan, tuple[str, ...]]:
@@ -211,86 +225,6 @@ def _prepare(request: ConvertRequest) -> tuple[Source, ConversionPlan, tuple[str
         why = "the sizes were given" if planned.format == "native" else "a deepseek folder has one size for all layers"
         notes = (*notes, f"The recipe's allocation of sizes was not used: {why}.")
     return source, planned, notes
-
-
-def _statistics(
-    request: ConvertRequest, source: Source, recipe: Recipe, kept: Path, progress: Progress
-) -> Statistics | None:
-    """The calibration statistics: given, left by an interrupted run, or collected now."""
-    if recipe.calibration is None:
-        return None
-    digests = source.digests()
-    if request.statistics is not None:
-        return given_statistics(request.statistics, source, recipe)
-    tokens = request.calibration_tokens or recipe.calibration.tokens
-    contexts, text = _contexts(request, source, recipe, tokens)
-    noise = None
-    if recipe.factorise.noise > 0:
-        vocabulary = min(source.spec.vocab_size, len(source.load_tokenizer()))  # embeddings may be padded
-        count, context = math.ceil(NOISE_SHARE * len(contexts)), contexts.shape[1]
-        noise = uniform_windows(vocabulary, count=count, context=context, seed=request.seed)
-    provenance = Provenance(
-        source_digests=digests,
-        text_ref=text.ref,
-        text_digest=text.digest,
-        tokens=text.tokens,
-        context=contexts.shape[1],
-        seed=request.seed,
-        gradients=recipe.needs_gradients,
-        noise_tokens=0 if noise is None else noise.numel(),
-        held_out=recipe.needs_held_out,
-    )
-    statistics = _left_over(kept, provenance)
-    if statistics is None:
-        model = source.load_decoder(dtype=torch.float32)
-        layers = collect(
-            model,
-            source.spec,
-            contexts,
-            gradients=recipe.needs_gradients,
-            seed=request.seed,
-            held_out=recipe.needs_held_out,
-            noise=noise,
-            progress=progress,
-        )
-        statistics = Statistics(layers, provenance)
-        save_statistics(statistics, kept)
-    if request.save_statistics is not None:
-        save_statistics(statistics, request.save_statistics)
-    return statistics
-
-
-def _contexts(
-    request: ConvertRequest, source: Source, recipe: Recipe, tokens: int
-) -> tuple[LongTensor, CalibrationRecord]:
-    """So many tokens of the calibration texts, in contexts, and what is recorded of them."""
-    assert recipe.calibration is not None  # a recipe that needs text has it
-    texts = [read_text(ref) for ref in request.calibration or (BUILTIN_TEXT,)]
-    context = min(recipe.calibration.context, source.spec.max_position_embeddings)
-    contexts = mixed_windows(
-        source.load_tokenizer(),
-        texts,
-        context=min(context, max(1, tokens // len(texts))),
-        max_tokens=tokens,
-        seed=request.seed,
-    )
-    ref = " + ".join(text.ref for text in texts)
-    return contexts, CalibrationRecord(ref, joint_digest(texts), contexts.numel())
-
-
-def _left_over(kept: Path, provenance: Provenance) -> Statistics | None:
-    """The statistics of an interrupted run, if they are what this run would collect."""
-    if not kept.exists():
-        return None
-    try:
-        statistics = load_statistics(kept)
-    except StatisticsError as error:
-        logger.info("calibrating again: %s", error)
-        return None
-    if statistics.provenance != provenance:
-        return None
-    logger.info("using the calibration of an interrupted run, %s", kept)
-    return statistics
 
 
 def _stock_slots(

@@ -10,7 +10,7 @@ what is added. One layer of each model is at work at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mla_convert.heal.layers import LayerCall, embed, layers_of
+from mla_convert.heal.layers import LayerCall
 from mla_convert.maths.refit import ridge_refit, token_weights
 from mla_convert.mla import MLAConfig, MLAWeights
 from mla_convert.mla.attention_mla import MLAAttention
@@ -29,11 +29,15 @@ from mla_convert.progress import Progress, silent
 from mla_convert.recipe import RefitRecipe
 from mla_convert.sources import Source
 from mla_convert.sources.attention import AttentionWeights
+from mla_convert.sources.streamed import StreamedDecoder
 from mla_convert.spec import SourceSpec
 
 # A token's weight against the median one's, at most.
 MOST_WEIGHT = 4.0
 _BATCH = 4  # contexts at a time
+
+# Hidden states [n S D] of the source, and of the source with every layer before converted.
+Streams = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -83,36 +87,40 @@ def refit_layers(
     recipe: RefitRecipe,
     convert: Callable[[int, LayerRefit], MLAWeights],
     progress: Progress | None = None,
-) -> tuple[LayerRefit, ...]:
-    """Return every layer's refit, fitted in order over token contexts of equal length from position 0.
+    *,
+    resume: tuple[int, Streams] | None = None,
+) -> Iterator[tuple[LayerRefit, Streams]]:
+    """Yield every layer's refit, fitted in order over token contexts of equal length from position 0.
+
+    With it comes what both models' hidden states are after the layer. One layer is in memory at a time.
 
     Args:
         convert: gives the MLA weights of a layer under a refit.
+        resume: the layer to go on with, and the hidden states before it.
     """
     progress = progress or silent
-    model = source.load_decoder(dtype=torch.float32)
-    call = LayerCall(model, contexts[:1])
-    embedded = embed(model, contexts)
-    streams = embedded, embedded
-    layers = layers_of(model)
-    refits: list[LayerRefit] = []
-    for i, layer in enumerate(layers):
-        refit, streams = _refit_layer(layer, call, streams, source, recipe, convert, i)
-        layer.self_attn = nn.Identity()  # neither model needs it any more
-        refits.append(refit)
-        progress("refit", i + 1, len(layers))
-    return tuple(refits)
+    decoder = StreamedDecoder(source)
+    call = LayerCall(decoder.model, contexts[:1])
+    if resume is None:
+        embedded = torch.cat(list(decoder.embed(contexts)))
+        resume = 0, (embedded, embedded)
+    first, streams = resume
+    for i in range(first, source.spec.num_layers):
+        with decoder.layer(i) as layer:
+            refit, streams = _refit_layer(layer, call, streams, source, recipe, convert, i)
+        progress("refit", i + 1, source.spec.num_layers)
+        yield refit, streams
 
 
 def _refit_layer(
     layer: Any,
     call: LayerCall,
-    streams: tuple[Tensor, Tensor],
+    streams: Streams,
     source: Source,
     recipe: RefitRecipe,
     convert: Callable[[int, LayerRefit], MLAWeights],
     index: int,
-) -> tuple[LayerRefit, tuple[Tensor, Tensor]]:
+) -> tuple[LayerRefit, Streams]:
     """Return the layer's refit, and both models' hidden states after it; the layer is left with other attention."""
     h_T, h_S = streams
     a_T = _through(lambda h: call.attend(layer, h, index), h_T)

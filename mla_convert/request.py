@@ -36,6 +36,7 @@ class ConvertRequest:
     statistics: Path | None = None
     save_statistics: Path | None = None
     max_shard_size: str = "5GB"
+    low_memory: bool | None = None
 
 
 def check_request(request: ConvertRequest, planned: ConversionPlan) -> None:

@@ -12,3 +12,21 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Triton 3.9 warns that this setting's default is going to change.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def plain_reports(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Conversions write their report's page without sections, which takes longer to draw than a tiny model to convert.
+
+    Tests of reports (in modules or functions named so) draw them.
+    """
+    if "report" in request.node.nodeid:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mla_convert.report.writing.render", lambda _data, _folder: "<title>a report</title>\n")
+        yield

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mla_convert import pipeline
+from mla_convert import calibration, pipeline
 from mla_convert.calibrate.statistics import load_statistics
 from mla_convert.errors import (
     MLAConvertError,
@@ -29,6 +29,7 @@ from mla_convert.sources import Source
 from tests.tiny import save_source, tiny_llama, tiny_mistral
 
 LEFT_OVER = ".out.calibration.safetensors"
+LAYERS = ".out.layers"
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +90,13 @@ class Interrupted:
 def collections(monkeypatch) -> list[int]:
     """Grows by one with each calibration."""
     seen: list[int] = []
-    collect = pipeline.collect
+    collect = calibration.collect
 
     def counted(*arguments: Any, **options: Any) -> Any:
         seen.append(len(arguments[2]))
         return collect(*arguments, **options)
 
-    monkeypatch.setattr(pipeline, "collect", counted)
+    monkeypatch.setattr(calibration, "collect", counted)
     return seen
 
 
@@ -104,7 +105,7 @@ def test_the_calibration_of_an_interrupted_run_is_used_by_the_next(request_for, 
     convert(request_for(out=straight))
     with Interrupted(monkeypatch), pytest.raises(KeyboardInterrupt):
         convert(request_for())
-    assert names(tmp_path) == [LEFT_OVER, "straight"]
+    assert names(tmp_path) == [LEFT_OVER, LAYERS, "straight"]
     assert len(collections) == 2
 
     convert(request_for())
@@ -171,7 +172,7 @@ def test_a_folder_that_fails_its_verification_is_not_left(request_for, monkeypat
     monkeypatch.setattr(pipeline, "VERIFY_TOLERANCE", {"float32": 0.0})
     with pytest.raises(VerificationError):
         convert(request_for())
-    assert names(tmp_path) == [LEFT_OVER]
+    assert names(tmp_path) == [LEFT_OVER, LAYERS]
 
 
 def test_saved_statistics_convert_again_without_calibration(request_for, tmp_path, collections) -> None:
@@ -255,12 +256,12 @@ def test_the_record_says_how_it_was_made(request_for, source, text, tmp_path) ->
     for errors in record["layer_errors"]:
         assert errors.keys() == {"keys", "values", "truncated", "moved"}
         assert all(0 < share < 1 for share in errors.values())
-    assert record["timings"].keys() == {"read", "calibrate", "write", "verify"}
+    assert record["timings"].keys() == {"read", "calibrate", "convert", "write", "verify"}
     assert 0 <= record["reading_difference"] <= 1e-4
     # float32 logits of order ten, computed by two implementations
     assert record["verification"]["max_logit_difference"] <= 1e-4
     assert record["libraries"]["torch"] == torch.__version__
-    assert [stage for stage, done, total in stages if done == total] == ["calibrate", "write"]
+    assert [stage for stage, done, total in stages if done == total] == ["calibrate", "convert", "write"]
     assert (tmp_path / "out" / "README.md").read_text().startswith("---\n")
 
 

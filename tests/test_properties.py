@@ -1,4 +1,4 @@
-"""Properties that hold for any attention, drawn at random: sizes, biases, scalings, partial RoPE, norms, changed scores."""
+"""Properties that hold for any attention, drawn at random: sizes, biases, scalings, RoPE, norms, scores."""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ Every layer that is done lies in a file, and a run that was killed goes on after
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from mla_convert.calibrate.collect import (
 from mla_convert.calibrate.recorder import LayerRecorder
 from mla_convert.calibrate.rows import RowFile
 from mla_convert.calibrate.statistics import Provenance, Statistics, StoredLayers, save_statistics
+from mla_convert.errors import OutputError
 from mla_convert.progress import Progress, silent
 from mla_convert.sources.streamed import StreamedDecoder
 from mla_convert.spec import SourceSpec
@@ -83,7 +86,7 @@ class _Run:
         self._report, self._done, self._total = progress, 0, sweeps * spec.num_layers * len(self.contexts)
 
     def collect(self) -> StoredLayers:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._claim()
         if not all(self.stored.has(i) for i in range(self.spec.num_layers)):
             with recording_attention(self.decoder.model), torch.no_grad():
                 self.arguments = self._arguments()
@@ -92,6 +95,21 @@ class _Run:
             self._hidden(index).remove()
             self._gradient(index).remove()
         return self.stored
+
+    def _claim(self) -> None:
+        """Make the folder, and remove what is of another calibration: hidden states do not say whose they are."""
+        marker, written = self.folder / "calibration.json", json.dumps(asdict(self.provenance), sort_keys=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not marker.is_file() or marker.read_text(encoding="utf-8") != written:
+                for kind in ("hidden", "gradient", "statistics"):
+                    for left in self.folder.glob(f"{kind}.*"):
+                        left.unlink()
+                marker.write_text(written, encoding="utf-8")
+        except OSError as error:
+            raise OutputError(
+                f"cannot write {self.folder}: {error.strerror or error}", "free some disk space, or choose another OUT"
+            ) from error
 
     def _arguments(self) -> Sequence[dict[str, Any]]:
         """What each layer is called with: all contexts are equally long and start at position 0."""

@@ -103,6 +103,14 @@ def convert(
         Dtype | None, typer.Option(help="Write the weights in this dtype.", show_default="the source's")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file, as 500MB or 5GB.")] = "5GB",
+    low_memory: Annotated[
+        bool | None,
+        typer.Option(
+            "--low-memory/--whole",
+            help="Work on one layer of the model at a time, or hold all of it.",
+            show_default="one layer at a time where the model would fill the memory",
+        ),
+    ] = None,
     bf16: Annotated[
         bool, typer.Option("--bf16", help="Heal in bfloat16, where the recipe heals and the hardware is fast at it.")
     ] = False,
@@ -147,6 +155,7 @@ def convert(
             statistics=statistics,
             save_statistics=save_statistics,
             max_shard_size=max_shard_size,
+            low_memory=low_memory,
         )
         plan = pipeline.plan(request)
         facts = describe_plan(plan)

@@ -154,22 +154,15 @@ def embed(model: Any, tokens: Tensor) -> Tensor:
 class LayerCall:
     """Calls a native model's decoder layers one at a time, with what its own forward pass would give them.
 
-    The arguments (RoPE angles, masks) are recorded from a real forward pass of one context, so the model's way of
-    making them is not repeated here. All contexts are equally long and unpadded, so the same arguments serve each.
+    All contexts are equally long, unpadded and from position 0, so the same arguments serve each.
     """
 
     def __init__(self, model: Any, context: Tensor) -> None:
-        self._model = model
-        self._arguments: list[dict[str, Any]] = []
-        handles = [layer.register_forward_pre_hook(self._record, with_kwargs=True) for layer in layers_of(model)]
-        try:
-            model.get_decoder()(input_ids=context, use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _record(self, _layer: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._arguments.append({name: value for name, value in kwargs.items() if name != "hidden_states"})
+        self._inner = model.get_decoder()
+        device = self._inner.rotary_emb.inv_freq.device
+        self._positions = torch.arange(context.shape[1], device=device)[None]
+        like = torch.empty(*self._positions.shape, 0, dtype=model.dtype, device=device)
+        self._arguments = self._inner.layer_arguments(like, None, self._positions)
 
     def __call__(self, layer: nn.Module, hidden: Tensor, index: int) -> Tensor:
         """Return the layer's output [b L D] for hidden states [b L D]."""
@@ -185,24 +178,7 @@ class LayerCall:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the hidden states before the first layer, [b L D], for token ids [b L]."""
-        caught: list[Tensor] = []
-
-        def catch(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            caught.append(args[0] if args else kwargs["hidden_states"])
-            raise _Caught
-
-        handle = layers_of(self._model)[0].register_forward_pre_hook(catch, with_kwargs=True)
-        try:
-            self._model.get_decoder()(input_ids=tokens, use_cache=False)
-        except _Caught:
-            pass
-        finally:
-            handle.remove()
-        return caught[0]
-
-
-class _Caught(Exception):  # noqa: N818 - control flow, not an error
-    pass
+        return self._inner.embed(self._inner.embed_tokens(tokens), self._positions)
 
 
 def _through(function: Callable[[Tensor], Tensor], rows: Tensor, batch: int = 4) -> Tensor:

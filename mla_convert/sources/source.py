@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from mla_convert.sources.adapter import Adapter
 from mla_convert.sources.attention import AttentionWeights
-from mla_convert.sources.checkpoint import Checkpoint
+from mla_convert.sources.checkpoint import Checkpoint, check_finite
 from mla_convert.sources.companions import Companions, save_tokenizer
 from mla_convert.sources.loading import build_model
 from mla_convert.sources.roles import Copied, Part, Role
@@ -59,9 +60,11 @@ class Source:
         """One tensor, read now, in the dtype it is stored in (GGUF: dequantised to float32).
 
         Raises:
-            SourceError: there is no such tensor, or it cannot be read.
+            SourceError: there is no such tensor, it cannot be read, or a number of it is not finite.
         """
-        return self._checkpoint.read(name)
+        tensor = self._checkpoint.read(name)
+        check_finite(name, tensor, self.ref)
+        return tensor
 
     def attention(self, layer: int) -> AttentionWeights:
         """The attention weights and biases of ``layer``, read now, by heads and in rotate-half order."""
@@ -135,6 +138,10 @@ class Source:
         """SHA-256 of the weight files and of the config, by file name."""
         files = (*self._companions.described_by(), *self._checkpoint.weight_files())
         return {file.name: _sha256(file) for file in files}
+
+    def num_weights(self) -> int:
+        """How many numbers the stored tensors hold."""
+        return sum(math.prod(self._checkpoint.shape(name)) for name in self._checkpoint.names())
 
     def file_bytes(self) -> int:
         """The size of the weight files together, in bytes."""

@@ -95,7 +95,24 @@ def test_the_sums_are_those_of_the_whole_model(source: Source, tmp_path: Path, h
 
 def test_hidden_states_are_gone_when_it_is_done(llama: Source, tmp_path: Path) -> None:
     layerwise(llama, tmp_path, gradients=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"statistics.{i:05d}.safetensors" for i in range(4)]
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == ["calibration.json", *(f"statistics.{i:05d}.safetensors" for i in range(4))]
+
+
+def test_hidden_states_of_another_text_are_not_taken_up(llama: Source, tmp_path: Path) -> None:
+    def stop(_stage: str, done: int, _total: int) -> None:
+        if done > 45:
+            raise KeyboardInterrupt
+
+    how = provenance(gradients=True)
+    with pytest.raises(KeyboardInterrupt):
+        collect_layerwise(StreamedDecoder(llama), llama.spec, contexts(10), how, tmp_path / "one", progress=stop)
+    other = provenance(gradients=True, text_digest="another")
+    texts = contexts(10, seed=1)
+    found = collect_layerwise(StreamedDecoder(llama), llama.spec, texts, other, tmp_path / "one")
+    expected = collect_layerwise(StreamedDecoder(llama), llama.spec, texts, other, tmp_path / "two")
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine.key_value, theirs.key_value)
 
 
 def test_forward_only_never_holds_the_states_of_more_than_two_layers(llama: Source, tmp_path: Path) -> None:

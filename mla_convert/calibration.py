@@ -1,0 +1,153 @@
+"""The calibration that a request asks for: its text, and its statistics, from memory or a layer at a time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import LongTensor
+
+from mla_convert.calibrate.collect import collect
+from mla_convert.calibrate.layerwise import collect_layerwise
+from mla_convert.calibrate.statistics import Provenance, Statistics, load_statistics, save_statistics
+from mla_convert.calibrate.text import BUILTIN_TEXT, joint_digest, mixed_windows, read_text, uniform_windows
+from mla_convert.errors import StatisticsError
+from mla_convert.progress import Progress
+from mla_convert.recipe import Recipe
+from mla_convert.record import CalibrationRecord
+from mla_convert.request import ConvertRequest, given_statistics
+from mla_convert.sources import Source
+from mla_convert.sources.streamed import StreamedDecoder
+
+logger = logging.getLogger(__name__)
+
+# Contexts of uniformly drawn tokens for each context of calibration text, where the recipe weighs such noise.
+NOISE_SHARE = 0.125
+
+# Of the memory that is free, what a model in float32 may take to be worked on as a whole.
+RESIDENT_SHARE = 0.4
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a conversion keeps what is done, beside its output, until that is written.
+
+    Attributes:
+        statistics: a file of all layers' statistics.
+        layers: a folder of what is done a layer at a time.
+    """
+
+    statistics: Path
+    layers: Path
+
+    @classmethod
+    def beside(cls, out: Path) -> Places:
+        """The places of an output folder."""
+        return cls(out.parent / f".{out.name}.calibration.safetensors", out.parent / f".{out.name}.layers")
+
+    def clear(self) -> None:
+        """Remove all of it."""
+        self.statistics.unlink(missing_ok=True)
+        shutil.rmtree(self.layers, ignore_errors=True)
+
+
+def low_memory(request: ConvertRequest, source: Source) -> bool:
+    """Whether to work on one layer at a time: as asked for, or where the model in float32 would fill the memory."""
+    if request.low_memory is not None:
+        return request.low_memory
+    return 4 * source.num_weights() > RESIDENT_SHARE * psutil.virtual_memory().available
+
+
+def statistics_for(
+    request: ConvertRequest, source: Source, recipe: Recipe, places: Places, progress: Progress
+) -> Statistics | None:
+    """Return the calibration statistics: given, left by an interrupted run, or collected now; None if none are needed.
+
+    Raises:
+        MLAConvertError: a text, the source or given statistics will not do, or the disk is full.
+    """
+    if recipe.calibration is None:
+        return None
+    digests = source.digests()
+    if request.statistics is not None:
+        return given_statistics(request.statistics, source, recipe)
+    tokens = request.calibration_tokens or recipe.calibration.tokens
+    contexts, text = calibration_contexts(request, source, recipe, tokens)
+    noise = None
+    if recipe.factorise.noise > 0:
+        vocabulary = min(source.spec.vocab_size, len(source.load_tokenizer()))  # embeddings may be padded
+        count, context = math.ceil(NOISE_SHARE * len(contexts)), contexts.shape[1]
+        noise = uniform_windows(vocabulary, count=count, context=context, seed=request.seed)
+    provenance = Provenance(
+        source_digests=digests,
+        text_ref=text.ref,
+        text_digest=text.digest,
+        tokens=text.tokens,
+        context=contexts.shape[1],
+        seed=request.seed,
+        gradients=recipe.needs_gradients,
+        noise_tokens=0 if noise is None else noise.numel(),
+        held_out=recipe.needs_held_out,
+    )
+    if low_memory(request, source):
+        layers = collect_layerwise(
+            StreamedDecoder(source), source.spec, contexts, provenance, places.layers, noise=noise, progress=progress
+        )
+        statistics: Statistics | None = Statistics(layers, provenance)
+    else:
+        statistics = _left_over(places.statistics, provenance)
+    if statistics is None:
+        model = source.load_decoder(dtype=torch.float32)
+        layers = collect(
+            model,
+            source.spec,
+            contexts,
+            gradients=recipe.needs_gradients,
+            seed=request.seed,
+            held_out=recipe.needs_held_out,
+            noise=noise,
+            progress=progress,
+        )
+        statistics = Statistics(layers, provenance)
+        save_statistics(statistics, places.statistics)
+    if request.save_statistics is not None:
+        save_statistics(statistics, request.save_statistics)
+    return statistics
+
+
+def calibration_contexts(
+    request: ConvertRequest, source: Source, recipe: Recipe, tokens: int
+) -> tuple[LongTensor, CalibrationRecord]:
+    """Return so many tokens of the calibration texts, in contexts, and what is recorded of them."""
+    assert recipe.calibration is not None  # a recipe that needs text has it
+    texts = [read_text(ref) for ref in request.calibration or (BUILTIN_TEXT,)]
+    context = min(recipe.calibration.context, source.spec.max_position_embeddings)
+    contexts = mixed_windows(
+        source.load_tokenizer(),
+        texts,
+        context=min(context, max(1, tokens // len(texts))),
+        max_tokens=tokens,
+        seed=request.seed,
+    )
+    ref = " + ".join(text.ref for text in texts)
+    return contexts, CalibrationRecord(ref, joint_digest(texts), contexts.numel())
+
+
+def _left_over(kept: Path, provenance: Provenance) -> Statistics | None:
+    """The statistics of an interrupted run, if they are what this run would collect."""
+    if not kept.exists():
+        return None
+    try:
+        statistics = load_statistics(kept)
+    except StatisticsError as error:
+        logger.info("calibrating again: %s", error)
+        return None
+    if statistics.provenance != provenance:
+        return None
+    logger.info("using the calibration of an interrupted run, %s", kept)
+    return statistics
