@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor
 from mla_convert.errors import FormatError, OutputError, SourceError, VerificationError
 from mla_convert.maths.absorb import AbsorbedMatrices, Merge, absorb_layer, merging_is_smaller, project_latents
 from mla_convert.progress import Progress, silent
+from mla_convert.sources.checkpoint import check_finite
 
 ABSORBED_FILE = "absorbed.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -179,9 +181,11 @@ def _weight(folder: Path, name: str) -> Tensor:
         if index.is_file():
             file = json.loads(index.read_text(encoding="utf-8"))["weight_map"][name]
         with safe_open(folder / file, framework="pt") as shard:
-            return shard.get_tensor(name)
+            weight = shard.get_tensor(name)
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise SourceError(f"cannot read {name} of {folder}: {error}", "convert the model again") from error
+    check_finite(name, weight, folder)
+    return weight
 
 
 def _folder_digest(folder: Path, layers: int) -> str:
@@ -260,4 +264,5 @@ def _write_whole(
             f"cannot write {file}: {error}", "free disk space or check the folder's permissions"
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that cannot be written says so once
+            temporary.unlink(missing_ok=True)

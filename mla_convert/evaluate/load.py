@@ -31,7 +31,8 @@ def load_for_evaluation(
     says ``deepseek_v3`` with transformers' own; everything else is opened as a source.
 
     Raises:
-        SourceError: the folder is not whole (a missing or truncated shard, missing tensors) or there is no such source.
+        SourceError: the folder is not whole (a missing or truncated shard, missing tensors), a weight is not finite, or
+            there is no such source.
     """
     model_type = folder_model_type(ref)
     if model_type in (NATIVE_MODEL_TYPE, EXPORTED_MODEL_TYPE) or model_type in STOCK_MODEL_TYPES:
@@ -63,6 +64,8 @@ def _load_folder(
 ) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from mla_convert.sources.checkpoint import check_finite
+
     if model_type not in STOCK_MODEL_TYPES:
         import mla_convert.mla  # noqa: F401 - registers this project's classes with transformers
     again = "convert or download the model again"
@@ -77,6 +80,8 @@ def _load_folder(
     missing = sorted(info["missing_keys"])
     if missing:
         raise SourceError(f"{folder} lacks {len(missing)} tensors, among them {missing[0]}", again)
+    for name, weight in model.named_parameters():
+        check_finite(name, weight, folder)
     return model.to(device).eval(), tokenizer
 
 

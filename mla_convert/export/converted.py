@@ -16,7 +16,7 @@ from mla_convert.errors import FormatError, SourceError
 from mla_convert.mla import MLAConfig, MLAForCausalLM, MLAWeights
 from mla_convert.mla.names import NORMED_TABLE, TABLE, from_hf
 from mla_convert.sources import Part
-from mla_convert.sources.checkpoint import main_dtype
+from mla_convert.sources.checkpoint import check_finite, main_dtype
 from mla_convert.sources.companions import FolderCompanions, save_tokenizer
 from mla_convert.sources.safetensors_reader import open_safetensors
 from mla_convert.spec import BlockSpec, MLAShape, QKNormSpec, RopeSpec, RopeUpdate, SourceSpec
@@ -157,9 +157,11 @@ class ConvertedModel:
         """One stored tensor, read now.
 
         Raises:
-            SourceError: there is no such tensor, or it cannot be read.
+            SourceError: there is no such tensor, it cannot be read, or a number of it is not finite.
         """
-        return self._checkpoint.read(name)
+        tensor = self._checkpoint.read(name)
+        check_finite(name, tensor, self.folder)
+        return tensor
 
     def save_companions(self, folder: Path) -> None:
         """Write tokenizer, chat template, generation config and licence files into ``folder``.

@@ -86,8 +86,9 @@ def write_gguf(
                 raise ValueError(f"tensor {name} {tuple(tensor.shape)} came in the place of {expected}")
             writer.write_tensor_data(_stored(name, tensor, types[name], gguf))
     except OSError as error:
+        why = error.strerror or f"the disk did not take all of it ({error})"  # numpy's error has no number
         raise OutputError(
-            f"cannot write {path}: {error.strerror or error}", "free some disk space or choose another output folder"
+            f"cannot write {path}: {why}", "free some disk space or choose another output folder"
         ) from error
     finally:
         writer.close()

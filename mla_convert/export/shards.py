@@ -124,7 +124,7 @@ class ShardWriter:
         except OSError as error:
             raise OutputError(
                 f"cannot write the weights to {self._folder}: {error.strerror or error}",
-                "free some disk space or choose another output folder; nothing was left behind",
+                "free some disk space or choose another output folder; the unfinished files were removed",
             ) from error
 
     def __enter__(self) -> Self:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
+import torch
 from torch import Tensor
+
+from mla_convert.errors import SourceError
 
 
 class Checkpoint(Protocol):
@@ -35,6 +39,56 @@ class Checkpoint(Protocol):
     def weight_files(self) -> tuple[Path, ...]:
         """The files that hold the tensors (and the index that lists them)."""
         ...
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What tells a file from a changed one: its length in bytes, and when it was last written to, ns."""
+
+    length: int
+    written: int
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """The stamp of a file as it is now.
+
+        Raises:
+            OSError: there is none, or it cannot be asked.
+        """
+        found = path.stat()
+        return cls(found.st_size, found.st_mtime_ns)
+
+    def check(self, path: Path) -> None:
+        """Check that a file is what it was.
+
+        Raises:
+            SourceError: it is not, or it is gone.
+        """
+        try:
+            now = Stamp.of(path)
+        except OSError as error:
+            raise SourceError(
+                f"'{path}' is gone: {error.strerror or error}", "put it back, and leave the source alone until the end"
+            ) from error
+        if now != self:
+            raise SourceError(
+                f"'{path}' changed while it was read", "run the command again, and leave the source alone until the end"
+            )
+
+
+def check_finite(name: str, tensor: Tensor, place: str | Path) -> None:
+    """Check that every number of a float tensor is finite, in one pass and without a copy.
+
+    Raises:
+        SourceError: one is not; ``place`` is said to hold it.
+    """
+    if tensor.numel() and not bool(
+        torch.stack(tensor.detach().aminmax()).isfinite().all()
+    ):  # NaN is both least and greatest
+        raise SourceError(
+            f"tensor '{name}' of {place} holds numbers that are infinite or not a number",
+            "fetch or make the weights again; if they are the same, the model is broken",
+        )
 
 
 def main_dtype(checkpoint: Checkpoint) -> str:

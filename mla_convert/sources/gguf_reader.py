@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.errors import SourceError
-from mla_convert.sources.checkpoint import files_equal_bytes
+from mla_convert.sources.checkpoint import Stamp, files_equal_bytes
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -93,6 +93,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path, reader: GGUFReader, *, interleaved_heads: tuple[int, int] | None) -> None:
         """``interleaved_heads``: (H, G) when query and key rows are interleaved, else None."""
         self._path = path
+        self._stamp = Stamp.of(path)
         self._tensors = {hf_name(tensor.name): tensor for tensor in reader.tensors}
         self._interleaved_heads = interleaved_heads
 
@@ -109,10 +110,12 @@ class GGUFCheckpoint:
         """One tensor, dequantised to float32.
 
         Raises:
-            SourceError: the file holds no such tensor, or its quantisation is not known to the ``gguf`` package.
+            SourceError: the file holds no such tensor, its quantisation is not known to the ``gguf`` package, or the
+                file changed since it was opened.
         """
         if name not in self._tensors:
             raise SourceError(f"the checkpoint holds no tensor '{name}'", "check the name against `tensor_names()`")
+        self._stamp.check(self._path)  # first, for what a shorter file no longer maps ends the process
         weight = self._dequantise(name)
         heads = self._heads_to_restore(name)
         if heads is None:

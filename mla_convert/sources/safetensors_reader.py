@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.errors import SourceError
-from mla_convert.sources.checkpoint import files_equal_bytes
+from mla_convert.sources.checkpoint import Stamp, files_equal_bytes
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -44,6 +44,7 @@ class SafetensorsCheckpoint:
     def __init__(self, entries: dict[str, _Entry], files: tuple[Path, ...]) -> None:
         self._entries = entries
         self._files = files
+        self._stamps = {path: Stamp.of(path) for path in {entry.path for entry in entries.values()}}
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._entries)
@@ -58,7 +59,8 @@ class SafetensorsCheckpoint:
         """One tensor, copied out of the file.
 
         Raises:
-            SourceError: the checkpoint holds no such tensor, or it is in a dtype that is not a plain float.
+            SourceError: the checkpoint holds no such tensor, it is in a dtype that is not a plain float, or its file
+                changed since it was opened.
         """
         return self._read(name, FLOATS)
 
@@ -66,7 +68,8 @@ class SafetensorsCheckpoint:
         """One tensor, copied out of the file in the dtype it is stored in, which may be a float of eight bits.
 
         Raises:
-            SourceError: the checkpoint holds no such tensor, or it is in a dtype that is not a float.
+            SourceError: the checkpoint holds no such tensor, it is in a dtype that is not a float, or its file changed
+                since it was opened.
         """
         return self._read(name, FLOATS | FLOAT8)
 
@@ -88,6 +91,7 @@ class SafetensorsCheckpoint:
                 found = file.readinto(memory)
         except OSError as error:
             raise SourceError(f"cannot read '{name}' from '{entry.path}': {error}", _FETCH_AGAIN) from error
+        self._stamps[entry.path].check(entry.path)
         if found != entry.length:
             raise SourceError(f"cannot read '{name}' from '{entry.path}': it ends too early", _FETCH_AGAIN)
         return tensor

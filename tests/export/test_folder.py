@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mla_convert.errors import OutputError
+from mla_convert.errors import OutputError, VerificationError
 from mla_convert.export.folder import check_output, staged_folder
 
 
@@ -140,6 +141,87 @@ def test_a_full_disk_is_an_output_error(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
     assert "disk space" in caught.value.remedy
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_that_a_library_tells_of_in_its_own_words(tmp_path: Path) -> None:
+    """As tokenizers does, with an exception of no kind."""
+    with pytest.raises(OutputError, match="No space left") as caught, staged_folder(tmp_path / "out", overwrite=False):
+        raise Exception("No space left on device (os error 28)")
+    assert "disk space" in caught.value.remedy
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full_only_when_it_is_asked_to_keep_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def written() -> None:
+        with staged_folder(out, overwrite=True) as staged:
+            (staged / "file").write_text("x")
+            monkeypatch.setattr(os, "fsync", full)
+
+    out = _converted(tmp_path / "out")
+    with pytest.raises(OutputError, match="No space left"):
+        written()
+    assert (out / "weights").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("made_again", [True, False])
+def test_a_folder_that_vanished_is_an_output_error(tmp_path: Path, made_again: bool) -> None:
+    """Also when something has made it again, as libraries that save into a folder do."""
+    place = tmp_path / "place"
+
+    def pulled_out() -> None:
+        with staged_folder(place / "out", overwrite=False) as staged:
+            (staged / "weights").write_text("x")
+            shutil.rmtree(place)
+            if made_again:
+                staged.mkdir(parents=True)
+                (staged / "config").write_text("x")
+
+    with pytest.raises(OutputError, match="gone"):
+        pulled_out()
+    assert not (place / "out").exists()
+
+
+def test_what_the_block_moved_aside_is_not_gone(tmp_path: Path) -> None:
+    """An export that answers wrongly is kept under another name, and its own error is what counts."""
+
+    def rejected() -> None:
+        with staged_folder(tmp_path / "out", overwrite=False) as staged:
+            staged.rename(tmp_path / "out.rejected")
+            raise VerificationError("x", "y")
+
+    with pytest.raises(VerificationError):
+        rejected()
+    assert [path.name for path in tmp_path.iterdir()] == ["out.rejected"]
+
+
+def test_messages_name_the_output_and_not_the_folder_that_is_gone_by_then(tmp_path: Path) -> None:
+    with pytest.raises(OutputError) as caught, staged_folder(tmp_path / "out", overwrite=False) as staged:
+        raise OutputError(f"cannot write {staged}/model.gguf", "x")
+    assert caught.value.message == f"cannot write {tmp_path}/out/model.gguf"
+
+
+def test_two_runs_do_not_write_one_folder_at_once(tmp_path: Path) -> None:
+    with staged_folder(tmp_path / "out", overwrite=False) as staged:
+        with pytest.raises(OutputError, match="another run"), staged_folder(tmp_path / "out", overwrite=False):
+            pytest.fail("the block ran")
+        with staged_folder(tmp_path / "other", overwrite=False):
+            pass
+        (staged / "file").write_text("x")
+    assert (tmp_path / "out" / "file").read_text() == "x"
+
+
+def test_a_lock_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "file"))
+    with pytest.raises(OutputError, match="lock") as caught, staged_folder(tmp_path / "out", overwrite=False):
+        pytest.fail("the block ran")
+    assert "TMPDIR" in caught.value.remedy
 
 
 def test_other_file_errors_of_the_block_pass_through(tmp_path: Path) -> None:
