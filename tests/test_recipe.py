@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from mla_convert.recipe import folder as module
 from mla_convert.errors import RecipeError
 from mla_convert.recipe import Recipe, available_recipes, load_recipe
+from mla_convert.recipe import folder as module
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 

@@ -92,6 +92,7 @@ def test_the_notebook_runs_on_a_tiny_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_notebook_runs_on_the_embedded_model() -> None:
     said = run_notebook()
