@@ -42,7 +42,7 @@ def disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
     yield mount
     if mounted:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", "--lazy", str(place)], check=True)  # a failure's traceback may hold a file of it
 
 
 @pytest.fixture
