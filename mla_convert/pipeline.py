@@ -21,6 +21,7 @@ from mla_convert.convert_layers import convert_layers
 from mla_convert.errors import OutputError, UsageError
 from mla_convert.export.deepseek import check_deepseek, longrope_parameters, write_deepseek
 from mla_convert.export.folder import check_output, staged_folder
+from mla_convert.export.layerwise import verify_layerwise
 from mla_convert.export.native import write_native
 from mla_convert.export.reading import reading_difference
 from mla_convert.export.reference import reference_logits
@@ -136,10 +137,20 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
         if whole:
             again = {i: _kept(store, i).weights for i in range(source.spec.num_layers)}
             verification = _verify(source, again, folder, dtype_name)
+        elif planned.format == "native":
+            check = verify_layerwise(
+                source,
+                lambda i: _kept(store, i).weights,
+                folder,
+                _verification_ids(source),
+                dtype=dtype,
+                tolerance=VERIFY_TOLERANCE[dtype_name],
+            )
+            verification = asdict(check)
         timings["verify"] = time.perf_counter() - started
         used = statistics.provenance if statistics else None
         facts = ConversionFacts(
-            source=SourceRecord(request.source, source.digests(), request.revision),
+            source=SourceRecord(request.source, source.digests(), request.revision, source.licence()),
             spec=source.spec,
             format=planned.format,
             dtype=dtype_name,

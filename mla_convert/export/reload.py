@@ -138,13 +138,18 @@ def verify_folder(
         VerificationError: it does not load whole, or differs by more than the tolerance.
     """
     check = compare_logits(reload_logits(folder, input_ids, fresh_process=fresh_process, dtype=dtype), reference)
+    check_tolerance(folder, check, tolerance)
+    return check
+
+
+def check_tolerance(folder: Path, check: ReloadCheck, tolerance: float) -> None:
+    """Raise VerificationError where the differences are above the tolerance, in nats."""
     if not check.max_logprob_difference <= tolerance:
         raise VerificationError(
             f"{folder} answers differently from the model that was converted: log-probabilities differ by up to "
             f"{check.max_logprob_difference:.3g}, allowed {tolerance:.3g}",
             _REMEDY,
         )
-    return check
 
 
 def _has_code(folder: Path) -> bool:
