@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,15 +44,34 @@ def model_card(record: Mapping[str, Any]) -> str:
 
 
 def _front_matter(record: Mapping[str, Any]) -> str:
+    """The metadata by which the hub finds the model: what it was made of, its licence, and what was measured."""
+    export = record.get("export", {})
     entries: dict[str, Any] = {}
     if record["source"]["kind"] == "hub":
-        entries["base_model"] = record["source"]["ref"]
+        # Of the relations that the hub knows (adapter, finetune, merge, quantized), weights fitted anew are a finetune.
+        relation = "quantized" if export.get("dtype") == "q8_0" else "finetune"
+        entries = {"base_model": record["source"]["ref"], "base_model_relation": relation}
+    entries |= record["source"].get("licence", {})
     entries |= {
-        "library_name": "transformers",
+        "library_name": "gguf" if export.get("form") == "gguf" else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["mla-convert", "multi-head-latent-attention", "mla", "kv-cache"],
     }
+    if results := [_result(row) for row in record["measurements"] if row.get("perplexity") is not None]:
+        entries["model-index"] = [{"name": f"{_title(record['source']['ref'])}-mla", "results": results}]
     return "---\n" + yaml.safe_dump(entries, sort_keys=False, allow_unicode=True) + "---"
+
+
+def _result(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A measured perplexity in the form of the hub's model index."""
+    text = str(row["text"])
+    dataset = text if text.startswith("builtin:") else re.split("[:@#]", text)[0]
+    how = "".join(f", {key} {row[key]:,}" for key in ("context", "tokens") if row.get(key) is not None)
+    return {
+        "task": {"type": "text-generation", "name": "Text generation"},
+        "dataset": {"type": dataset, "name": text},
+        "metrics": [{"type": "perplexity", "name": f"Perplexity{how}", "value": row["perplexity"]}],
+    }
 
 
 def _title(ref: str) -> str:

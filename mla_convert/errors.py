@@ -102,3 +102,9 @@ class HealError(MLAConvertError):
     """Healing that cannot go on: a teacher that does not fit, a loss that is not finite, checkpoints of another run."""
 
     exit_code = 14
+
+
+class HubError(MLAConvertError):
+    """The hub cannot be written to: no token or permission, a repository that holds other files, no network."""
+
+    exit_code = 15

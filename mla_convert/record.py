@@ -34,11 +34,13 @@ class SourceRecord:
         ref: the reference the user gave.
         revision: the revision the user gave, if any.
         digests: file name -> sha256 of what was read.
+        licence: ``license``, ``license_name`` and ``license_link``, as far as the source states them.
     """
 
     ref: str
     digests: Mapping[str, str]
     revision: str | None = None
+    licence: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -110,6 +112,7 @@ def build_record(facts: ConversionFacts) -> dict[str, Any]:
             "kind": facts.source.kind,
             "revision": facts.source.revision,
             "digests": facts.source.digests,
+            "licence": facts.source.licence,
             "architecture": spec.architecture,
             "attention": spec.attention_kind,
             "num_layers": spec.num_layers,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 
 from mla_convert.card import model_card
 from mla_convert.record import (
@@ -217,3 +218,24 @@ def test_the_card_of_an_older_record_is_still_made() -> None:
     del record["source"]["special"], record["plan"]["full_rank"], record["plan"]["cached_besides"]
     del record["reading_difference"]
     assert "At full rank" in model_card(record)
+
+
+def test_the_hub_reads_the_metadata_and_the_measured_perplexities() -> None:
+    source = replace(FACTS.source, licence={"license": "other", "license_name": "acme-1", "license_link": "LICENSE"})
+    data_row = {"text": "acme/stories:small@test#body", "context": None, "tokens": 64, "perplexity": 21.5}
+    unmeasured = {"text": "c.txt", "context": 8, "tokens": 8, "kl": 0.1}
+    card = model_card(build_record(replace(FACTS, source=source, measurements=(MEASURED, data_row, unmeasured))))
+    found = ModelCard(card, ignore_metadata_errors=False).data
+    assert (found.base_model, found.base_model_relation) == ("acme/tiny-llama", "finetune")
+    assert (found.license, found.license_name, found.license_link) == ("other", "acme-1", "LICENSE")
+    assert found.pipeline_tag == "text-generation"
+    assert [(row.dataset_type, row.dataset_name, row.metric_type, row.metric_value) for row in found.eval_results] == [
+        ("a.txt", "a.txt", "perplexity", 34.5678),
+        ("acme/stories", "acme/stories:small@test#body", "perplexity", 21.5),
+    ]
+    assert found.eval_results[0].metric_name == "Perplexity, context 512, tokens 30,208"
+
+
+def test_the_metadata_claims_neither_a_licence_nor_results_that_nobody_gave() -> None:
+    header = _front_matter(model_card(build_record(FACTS)))
+    assert not {"license", "model-index"} & set(header)

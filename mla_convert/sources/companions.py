@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mla_convert.errors import SourceError
+from mla_convert.sources.gguf_reader import open_reader
+from mla_convert.sources.licence import licence_of_folder, licence_of_gguf
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -33,6 +35,10 @@ class Companions(Protocol):
 
     def described_by(self) -> tuple[Path, ...]:
         """The files that hold the config, where they are not the weights themselves."""
+        ...
+
+    def licence(self) -> dict[str, Any]:
+        """What is stated of the licence, in the words of the hub's model cards; empty if nothing is."""
         ...
 
 
@@ -66,6 +72,9 @@ class FolderCompanions:
     def described_by(self) -> tuple[Path, ...]:
         return (self._folder / "config.json",)
 
+    def licence(self) -> dict[str, Any]:
+        return licence_of_folder(self._folder)
+
 
 class GGUFCompanions:
     """The tokenizer and token ids inside a GGUF file, read by transformers."""
@@ -86,6 +95,9 @@ class GGUFCompanions:
 
     def described_by(self) -> tuple[Path, ...]:
         return ()
+
+    def licence(self) -> dict[str, Any]:
+        return licence_of_gguf(open_reader(self._path))
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -17,6 +17,7 @@ ALLOW_PATTERNS = (
     "*.jinja",
     "*.model",
     "*.txt",
+    "README.md",  # for the licence that its metadata states
     "LICENSE*",
     "LICENCE*",
     "NOTICE*",

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -133,6 +133,10 @@ class Source:
         """
         save_tokenizer(self.load_tokenizer(), folder)
         self._companions.save_others(self.config, folder)
+
+    def licence(self) -> dict[str, Any]:
+        """``license``, ``license_name`` and ``license_link`` as the source states them; empty if it states none."""
+        return self._companions.licence()
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of the weight files and of the config, by file name."""
