@@ -163,8 +163,8 @@ def _notes(facts: dict[str, Any], spec: SourceSpec) -> Iterator[str]:
     if any(row.get("predicted_loss") is not None for row in facts["budgets"]):
         yield (
             "Predicted loss: a prediction, not a measurement, of how much the loss rises on the calibration's text, in "
-            "nats a token; to second order, each layer alone, before refits and healing. It ranks budgets and is too low: "
-            "on SmolLM2-135M by 3 times at 0.75 of the cache, 5 at 0.5 and 11 at 0.25 (docs/quality.md)."
+            "nats a token; to second order, each layer alone, before refits and healing. It ranks budgets, but is too "
+            "low: on SmolLM2-135M by 3 times at 0.75 of the cache, 5 at 0.5 and 11 at 0.25 (docs/quality.md)."
         )
     else:
         yield "To have the loss predicted: `mla-convert convert --save-statistics FILE` once, then --statistics FILE."
