@@ -1,4 +1,4 @@
-"""Peak memory of an export of a random model of 3 billion parameters, in a process of its own, beside what it must hold.
+"""Peak memory of an export of a random model of 3.3 billion weights, in a process of its own, beside what it must hold.
 
 python benchmarks/export_memory.py [--folder DIR] [--target transformers] [--shard 1GB] [--json FILE]
 
