@@ -17,7 +17,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_FUNCTIONS = ("absorb", "compare", "convert", "generate", "inspect", "recipes", "verify")
+_FUNCTIONS = ("absorb", "compare", "convert", "generate", "inspect", "push", "recipes", "verify")
 # These are modules of this package besides, which can be called.
 _MODULES = ("evaluate", "export", "heal", "plan", "report")
 

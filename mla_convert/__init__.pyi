@@ -71,6 +71,8 @@ def convert(
     max_shard_size: str = "5GB",
     low_memory: bool | None = None,
     bf16: bool = False,
+    push_to_hub: str | None = None,
+    private: bool = False,
     dry_run: bool = False,
     overwrite: bool = False,
     revision: str | None = None,
@@ -105,6 +107,9 @@ def convert(
         max_shard_size: Largest weight file, as 500MB or 5GB.
         low_memory: Work on one layer of the model at a time, or hold all of it.
         bf16: Heal in bfloat16, where the recipe heals and the hardware is fast at it.
+        push_to_hub: Send OUT to this repository, owner/name, once it is written; see `mla-convert
+            push`.
+        private: Make the repository private; one that is public already is refused.
         dry_run: Show the plan and write nothing.
         overwrite: Replace OUT if it exists, once the new one is whole.
         revision: Branch, tag or commit of the model on the hub.
@@ -400,6 +405,41 @@ def plan(
         statistics: Predict what each budget costs, from what `convert --save-statistics` kept of this
             source; reads the weights.
         revision: Branch, tag or commit of the model on the hub.
+        token: Access token for private and gated models on the hub.
+        progress: Called as progress(stage, done, total) while it works.
+
+    Returns:
+        The object that --json prints.
+
+    Raises:
+        MLAConvertError: with what is wrong, and what to do about it.
+    """
+
+def push(
+    folder: str | PathLike[str],
+    repo: str | PathLike[str],
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    token: str | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Send a finished folder to the Hugging Face hub.
+
+    All files appear there in one commit. An interrupted upload goes on when the command is run again: what is
+    stored already is not sent again.
+
+    Args:
+        folder: A folder that convert, heal or export wrote.
+        repo: The repository as owner/name; made if it does not exist.
+        private: Make the repository private; one that is public already is refused.
+        revision: Write to this branch; made if it does not exist.
+        message: The commit's message.
+        overwrite: Replace what the repository holds: other files than those of FOLDER are deleted.
+        dry_run: Show the files and the card's metadata, and make no request.
         token: Access token for private and gated models on the hub.
         progress: Called as progress(stage, done, total) while it works.
 

@@ -25,6 +25,7 @@ from mla_convert.cli.generate import generate
 from mla_convert.cli.heal import heal
 from mla_convert.cli.inspect import inspect
 from mla_convert.cli.plan import plan
+from mla_convert.cli.push import push
 from mla_convert.cli.recipes import recipes
 from mla_convert.cli.report import report
 from mla_convert.cli.serve import serve
@@ -95,6 +96,7 @@ COMMANDS = (
     (absorb, "mla-convert absorb out/mla"),
     (export, "mla-convert export out/mla out/served --target transformers"),
     (verify, "mla-convert verify out/served --engine transformers"),
+    (push, "mla-convert push out/mla yourname/smollm2-135m-mla --private --dry-run"),
     (serve, "mla-convert serve out/served"),
     (generate, 'mla-convert generate out/mla --prompt "The first programming language was"'),
 )

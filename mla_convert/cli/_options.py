@@ -38,6 +38,9 @@ TokenOption = Annotated[
         show_default=False,
     ),
 ]
+PrivateOption = Annotated[
+    bool, typer.Option("--private", help="Make the repository private; one that is public already is refused.")
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object to standard output, and nothing else there.")
 ]

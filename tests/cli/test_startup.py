@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-COMMANDS = ("inspect", "plan", "convert", "heal", "evaluate", "absorb", "generate")
+COMMANDS = ("inspect", "plan", "convert", "heal", "evaluate", "absorb", "generate", "push")
 HEAVY = (
     "accelerate", "click", "datasets", "gguf", "huggingface_hub", "numpy", "safetensors", "torch",
     "transformers", "yaml",
