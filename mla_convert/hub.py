@@ -268,6 +268,8 @@ def _translated(repo: str, api: HfApi) -> Iterator[None]:
     """Raise what the hub's client raises as errors that say what to do."""
     try:
         yield
+    except (TypeError, AttributeError, NameError, LookupError):  # a fault of the program, not of the hub's
+        raise
     except Exception as error:  # errors of the client's HTTP library come through too, and it differs by version
         raise _explained(error, repo, api.endpoint) from error
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mla_convert.errors import SourceError
-from mla_convert.sources.gguf_reader import open_reader
 from mla_convert.sources.licence import licence_of_folder, licence_of_gguf
 
 if TYPE_CHECKING:
+    from gguf import GGUFReader
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 _LICENSES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "COPYING*")
@@ -79,8 +79,9 @@ class FolderCompanions:
 class GGUFCompanions:
     """The tokenizer and token ids inside a GGUF file, read by transformers."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, reader: GGUFReader) -> None:
         self._path = path
+        self._reader = reader
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         return _auto_tokenizer(self._path.parent, self._path, gguf_file=self._path.name)
@@ -97,7 +98,7 @@ class GGUFCompanions:
         return ()
 
     def licence(self) -> dict[str, Any]:
-        return licence_of_gguf(open_reader(self._path))
+        return licence_of_gguf(self._reader)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -97,7 +97,7 @@ def _open_gguf(ref: str, path: Path) -> Source:
     fields = gguf_config(reader, path)
     heads = (fields["num_attention_heads"], fields["num_key_value_heads"]) if kind in INTERLEAVED else None
     checkpoint = GGUFCheckpoint(path, reader, interleaved_heads=heads)
-    return _open(ref, adapter_for(fields["architectures"][0]), fields, checkpoint, GGUFCompanions(path))
+    return _open(ref, adapter_for(fields["architectures"][0]), fields, checkpoint, GGUFCompanions(path, reader))
 
 
 def _open(ref: str, adapter: Adapter, fields: dict[str, Any], checkpoint: Checkpoint, companions: Companions) -> Source:

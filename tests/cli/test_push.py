@@ -168,6 +168,28 @@ def test_no_network_says_so(cli, hub, folder, monkeypatch) -> None:
     assert WRITER not in answer.err
 
 
+def test_the_offline_switch_is_named(cli, hub, folder, monkeypatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    answer = cli("push", folder, REPO, "--token", WRITER)
+    assert answer.code == HubError.exit_code
+    assert "unset HF_HUB_OFFLINE" in answer.err
+    assert hub.requests == []
+
+
+def test_ctrl_c_says_how_to_go_on_and_shows_no_token(cli, hub, folder, monkeypatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", interrupt)
+    answer = cli("push", folder, REPO, "--token", WRITER)
+    assert answer.code == 130
+    assert "is not sent again" in answer.err
+    assert WRITER not in answer.err
+    assert _there(hub) == {}
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of how the client sends files; commands hide it
 def test_somebody_elses_commit_meanwhile_is_not_overwritten(hub, folder) -> None:
     from mla_convert import hub as sending
