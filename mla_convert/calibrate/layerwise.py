@@ -10,7 +10,8 @@ Every layer that is done lies in a file, and a run that was killed goes on after
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,6 @@ class _Run:
     def _device(self) -> torch.device:
         return self.decoder.model.model.rotary_emb.inv_freq.device
 
-    def _recorder(self, index: int) -> LayerRecorder:
-        return LayerRecorder(self.spec, index, self.contexts.shape[1], self._device)
-
     def _forward_only(self) -> None:
         first = 0
         while first < self.spec.num_layers and self.stored.has(first):
@@ -164,17 +162,26 @@ class _Run:
 
     def _pass(self, index: int, *, record: bool) -> None:
         """Write the layer's outputs, the next one's inputs; with `record` its statistics too."""
-        recorder = self._recorder(index)
         accumulator = LayerAccumulator(self.spec)
         inputs = self._hidden(index)
-        with self.decoder.layer(index) as layer, self._hidden(index + 1).writing() as outputs:
-            layer.self_attn.calibration_recorder = recorder
+        with self._recorded(index) as (layer, recorder), self._hidden(index + 1).writing() as outputs:
             for stage, i in self.stages if record else [("plain", i) for i in range(len(self.contexts))]:
                 recorder.begin(stage, accumulator)
                 outputs.write(i, layer(inputs.read(i).to(self._device), **self.arguments[index]))
                 self._step()
         if record:
             self._keep(index, accumulator)
+
+    @contextmanager
+    def _recorded(self, index: int) -> Iterator[tuple[Any, LayerRecorder]]:
+        """Within it, the layer has its weights and a recorder."""
+        recorder = LayerRecorder(self.spec, index, self.contexts.shape[1], self._device)
+        with self.decoder.layer(index) as layer:
+            layer.self_attn.calibration_recorder = recorder
+            try:
+                yield layer, recorder
+            finally:
+                del layer.self_attn.calibration_recorder  # and the moments that it holds
 
     def _gradients_at_the_end(self) -> None:
         """Write the loss's gradients at the last layer's outputs."""
@@ -190,10 +197,9 @@ class _Run:
 
     def _backward(self, index: int) -> None:
         """Record a layer, whose inputs and whose outputs' gradients are known; write the gradients at its inputs."""
-        recorder, accumulator = self._recorder(index), LayerAccumulator(self.spec)
+        accumulator = LayerAccumulator(self.spec)
         inputs, at_outputs = self._hidden(index), self._gradient(index + 1)
-        with self.decoder.layer(index) as layer, self._gradient(index).writing() as gradients:
-            layer.self_attn.calibration_recorder = recorder
+        with self._recorded(index) as (layer, recorder), self._gradient(index).writing() as gradients:
             for stage, i in self.stages:
                 if stage in ("content", "held_out") and accumulator.constants is None:
                     fit_constants([accumulator], self.spec)

@@ -188,3 +188,12 @@ def test_rows_come_back_from_their_places(tmp_path: Path) -> None:
     assert not file.complete
     with pytest.raises(OutputError, match="ends too early"):
         file.read(2)
+
+
+def test_no_layer_that_is_done_is_held_on_to(llama: Source, tmp_path: Path) -> None:
+    """Neither its weights nor its moments."""
+    decoder = StreamedDecoder(llama)
+    collect_layerwise(decoder, llama.spec, contexts(3), provenance(gradients=True), tmp_path)
+    assert all(parameter.is_meta for parameter in decoder.model.parameters())
+    for layer in decoder.model.model.layers:
+        assert not hasattr(layer.self_attn, "calibration_recorder")

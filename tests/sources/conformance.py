@@ -63,8 +63,13 @@ class AdapterConformance(ConversionConformance):
     dropped: ClassVar[tuple[str, tuple[int, ...]] | None] = ("model.layers.0.self_attn.rotary_emb.inv_freq", (8,))
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        if "case" in metafunc.fixturenames:
-            metafunc.parametrize("case", list(metafunc.cls.variants), indirect=True, scope="class")
+        if "case" not in metafunc.fixturenames:
+            return
+        first, *others = metafunc.cls.variants
+        dear = getattr(metafunc.function, "dear", False)
+        marks = (pytest.mark.slow,) if dear else ()
+        variants = [first, *(pytest.param(variant, marks=marks) for variant in others)]
+        metafunc.parametrize("case", variants, indirect=True, scope="class")
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -37,6 +37,12 @@ def prompt(case: Any, batch: int = 2, tokens: int = TOKENS) -> Tensor:
     return torch.randint(2, case.source.spec.vocab_size, (batch, tokens), generator=generator)
 
 
+def dear(test: Any) -> Any:
+    """Mark a test that takes seconds: of a family's variants the first is tested by default, the others are slow."""
+    test.dear = True
+    return test
+
+
 class ConversionConformance:
     """Tests of the conversion of a ``case``.
 
@@ -110,6 +116,7 @@ class ConversionConformance:
             expected = case.load()(ids, position_ids=torch.arange(12)[None] + 9, use_cache=False).logits
             assert difference(moved, expected) <= BAR
 
+    @dear
     def test_a_calibrated_conversion_is_exact_at_full_size_and_closer_with_more_cache(
         self, case: Any, expected: Tensor
     ) -> None:
@@ -133,6 +140,7 @@ class ConversionConformance:
         assert errors[1] < errors[0]  # where x has few dims, full rank may come before all of the cache
         assert errors[2] <= max(errors[1], exact)
 
+    @dear
     def test_the_cache_holds_what_the_plan_promises(self, case: Any, tmp_path: Path) -> None:
         out = tmp_path / "out"
         spec = case.source.spec
