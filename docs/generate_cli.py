@@ -24,8 +24,8 @@ INTRODUCTION = """\
 
 Results go to standard output, progress, warnings and errors to standard error. With `--json` standard output is one
 JSON object. A failure is two lines, `error:` with what is wrong and `try:` with what to do, and an exit code above 0;
-what was being written is removed. Interrupted with Ctrl-C or asked to terminate, a command exits with 130 and says what it
-kept, if anything, and the command to go on with. `mla-convert COMMAND --help` prints the same as this page, which
+what was being written is removed. Interrupted with Ctrl-C or asked to terminate, a command exits with 130 and says what
+it kept, if anything, and the command to go on with. `mla-convert COMMAND --help` prints the same as this page, which
 `python docs/generate_cli.py` writes.
 """
 

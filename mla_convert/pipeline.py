@@ -18,11 +18,12 @@ from mla_convert.calibrate.statistics import Statistics
 from mla_convert.calibration import Places, calibration_contexts, low_memory, statistics_for
 from mla_convert.card import CARD_NAME, model_card
 from mla_convert.convert_layers import convert_layers
-from mla_convert.errors import OutputError, UsageError
+from mla_convert.errors import FormatError, OutputError, UsageError
 from mla_convert.export.deepseek import check_deepseek, longrope_parameters, write_deepseek
 from mla_convert.export.folder import check_output, staged_folder
 from mla_convert.export.layerwise import verify_layerwise
 from mla_convert.export.native import write_native
+from mla_convert.export.obstacles import source_obstacles
 from mla_convert.export.reading import reading_difference
 from mla_convert.export.reference import reference_logits
 from mla_convert.export.reload import verify_folder
@@ -216,6 +217,9 @@ def _prepare(request: ConvertRequest) -> tuple[Source, ConversionPlan, tuple[str
     if request.dtype is not None and request.dtype not in DTYPE_BYTES:
         raise UsageError(f"there is no dtype {request.dtype!r}", f"one of {', '.join(DTYPE_BYTES)}")
     source = open_source(request.source, revision=request.revision, token=request.token)
+    if request.format == "deepseek" and (obstacles := [*source_obstacles(source.spec)]):
+        said = f"the stock DeepSeek class cannot hold this model. {' '.join(obstacles)}"
+        raise FormatError(said, "--format native")
     planned = make_plan(
         source.spec,
         recipe=recipe,

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from mla_convert import calibration, pipeline
 from mla_convert.calibrate.statistics import load_statistics
 from mla_convert.errors import (
+    FormatError,
     MLAConvertError,
     OutputError,
     PlanError,
@@ -27,6 +28,7 @@ from mla_convert.errors import (
 from mla_convert.pipeline import ConvertRequest, convert, plan
 from mla_convert.sources import Source
 from tests.tiny import save_source, tiny_llama, tiny_mistral
+from tests.tiny_families import tiny_gpt2
 
 LEFT_OVER = ".out.calibration.safetensors"
 LAYERS = ".out.layers"
@@ -360,3 +362,10 @@ def test_statistics_that_are_not_collected_cannot_be_saved(tmp_path: Path) -> No
     source = str(save_source(tiny_llama(), tmp_path / "source"))
     with pytest.raises(UsageError, match="collects none"):
         convert(ConvertRequest(source, tmp_path / "out", recipe="exact", save_statistics=tmp_path / "kept.st"))
+
+
+def test_what_a_stock_class_cannot_hold_is_said_before_sizes_are(tmp_path: Path) -> None:
+    """GPT-2 has no RoPE dims to give, so that advice on their number would lead nowhere."""
+    source = save_source(tiny_gpt2(), tmp_path / "source")
+    with pytest.raises(FormatError, match="learned positions are added"):
+        convert(ConvertRequest(source=str(source), out=tmp_path / "out", format="deepseek"))

@@ -78,9 +78,9 @@ def _only_adapter(folder: Path) -> bool:
 def _open_folder(ref: str, folder: Path) -> Source:
     fields = _read_config(folder / "config.json")
     architectures = fields.get("architectures") or []
-    if not architectures:
+    if not isinstance(architectures, list) or not architectures:
         raise UnsupportedArchitectureError(
-            f"'{folder / 'config.json'}' names no architecture", "add the model's class to `architectures`"
+            f"'{folder / 'config.json'}' names no architecture", "list the model's class in `architectures`"
         )
     refuse_architecture(fields, known_architectures())
     refuse_quantised(fields, folder)
@@ -107,6 +107,9 @@ def _open(ref: str, adapter: Adapter, fields: dict[str, Any], checkpoint: Checkp
     names = checkpoint.names()
     if not names:
         raise SourceError(f"'{ref}' holds no tensors", "fetch its weights again")
+    scaling = fields.get("rope_scaling")
+    if isinstance(scaling, dict) and scaling.get("type") == "su":  # what the first Phi-3 files called longrope
+        fields = fields | {"rope_scaling": scaling | {"type": "longrope"}}
     try:
         config = adapter.config_class().from_dict(fields)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:

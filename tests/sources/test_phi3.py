@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -65,3 +66,18 @@ def test_gate_and_up_are_the_halves_of_their_matrix(tmp_path: Path) -> None:
     parts = {part.target: part.take(fused) for name, part in source.copied(1) if name.endswith("gate_up_proj.weight")}
     assert torch.equal(parts["model.layers.1.mlp.gate_proj.weight"], fused[:96])
     assert torch.equal(parts["model.layers.1.mlp.up_proj.weight"], fused[96:])
+
+
+def test_longrope_under_its_first_name_is_longrope(tmp_path: Path) -> None:
+    """The first files of Phi-3 call it `su`, in a rope_scaling of the old form."""
+    model = tiny_phi3(rope_parameters=_longrope(), original_max_position_embeddings=16)
+    folder = save_source(model, tmp_path)
+    expected = open_source(str(folder)).spec.rope
+    fields = json.loads((folder / "config.json").read_text())
+    rope = fields.pop("rope_parameters")
+    fields["rope_theta"] = rope["rope_theta"]
+    fields["rope_scaling"] = {"type": "su", "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
+    (folder / "config.json").write_text(json.dumps(fields))
+    found = open_source(str(folder)).spec.rope
+    assert (found.kind, found.inv_freq, found.update) == ("longrope", expected.inv_freq, expected.update)
+    assert found.attention_scaling == expected.attention_scaling
