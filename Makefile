@@ -11,6 +11,9 @@ pip := $(bin)/python -m pip install --quiet --disable-pip-version-check --constr
 run := $(bin)/mla-convert
 vllm_pip := $(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 
+# Tests share fixtures by class and module, so these stay in one process; each process takes a gigabyte.
+parallel := -n logical --maxprocesses 8 --dist loadscope
+
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
@@ -52,7 +55,7 @@ bench: $(installed)  ## Measure decoding on this machine (with the whole model, 
 	$(bin)/python benchmarks/decode.py --json build/bench.json $(if $(wildcard $(DEMO)/config.json),--model $(DEMO))
 
 test: $(installed)  ## Run the tests
-	$(bin)/python -m pytest
+	$(bin)/python -m pytest $(parallel)
 
 test-slow: $(installed)  ## Run the tests that `test` leaves out: minutes, gigabytes
 	$(bin)/python -m pytest -m slow
