@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,14 @@ def open_reader(path: Path) -> GGUFReader:
     Raises:
         SourceError: the ``gguf`` package is missing, or the file is not GGUF, truncated, or one of a split set.
     """
+    import_gguf()
+    stat = path.stat()
+    return _parsed(path.resolve(), stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _parsed(path: Path, _size: int, _modified: int) -> GGUFReader:
+    """The reader of a file in one state: parsing takes seconds, and a command opens its source several times."""
     gguf = import_gguf()
     with path.open("rb") as file:
         magic = file.read(4)

@@ -51,6 +51,7 @@ class Source:
         self._companions = companions
         self._roles = adapter.account(spec, checkpoint)
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._digests: dict[str, str] | None = None
 
     def tensor_names(self) -> tuple[str, ...]:
         """The names of the stored tensors, as Hugging Face spells them (for GGUF too)."""
@@ -139,9 +140,11 @@ class Source:
         return self._companions.licence()
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of the weight files and of the config, by file name."""
-        files = (*self._companions.described_by(), *self._checkpoint.weight_files())
-        return {file.name: _sha256(file) for file in files}
+        """SHA-256 of the weight files and of the config, by file name; computed once."""
+        if self._digests is None:
+            files = (*self._companions.described_by(), *self._checkpoint.weight_files())
+            self._digests = {file.name: _sha256(file) for file in files}
+        return dict(self._digests)
 
     def num_weights(self) -> int:
         """How many numbers the stored tensors hold."""
