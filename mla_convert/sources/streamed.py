@@ -60,6 +60,7 @@ class StreamedDecoder:
         try:
             yield layer
         finally:
+            layer.self_attn = nn.Identity()  # whatever stood there, with all that it held
             layer.to("meta")
 
     @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mla_convert.errors import VerificationError
 from mla_convert.export.layerwise import verify_layerwise
+from mla_convert.export.reference import PaperAttention
 from mla_convert.export.reload import ReloadCheck
 from mla_convert.pipeline import ConvertRequest, convert
 from mla_convert.recipe import load_recipe
@@ -110,3 +113,20 @@ def test_a_folder_that_answers_otherwise_is_not_left(tmp_path: Path, monkeypatch
     with pytest.raises(VerificationError):
         convert(ConvertRequest(source=str(source), out=tmp_path / "out", recipe="exact", low_memory=True))
     assert not (tmp_path / "out").exists()
+
+
+def test_no_layer_that_was_compared_is_held_on_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in float64 would add up to more than the model."""
+    made: list[weakref.ref[PaperAttention]] = []
+    build = PaperAttention.__init__
+
+    def counted(self: PaperAttention, *arguments: Any) -> None:
+        gc.collect()
+        assert not any(one() is not None for one in made)
+        made.append(weakref.ref(self))
+        build(self, *arguments)
+
+    case = Written(tiny_llama(num_hidden_layers=4), tmp_path)
+    monkeypatch.setattr(PaperAttention, "__init__", counted)
+    case.check()
+    assert len(made) == 4
