@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Int
@@ -120,7 +120,7 @@ class _Run:
 
     @property
     def _device(self) -> torch.device:
-        return self.decoder.model.model.rotary_emb.inv_freq.device
+        return cast("Tensor", self.decoder.model.model.rotary_emb.inv_freq).device
 
     def _forward_only(self) -> None:
         first = 0
@@ -191,7 +191,7 @@ class _Run:
                 hidden = outputs.read(i).to(model.lm_head.weight.device).requires_grad_(True)
                 with torch.enable_grad():
                     loss_gradient_at_hidden(model, model.model.norm(hidden), sampling(self.provenance.seed, i))
-                gradients.write(i, hidden.grad)
+                gradients.write(i, _gradient_of(hidden))
             gradients.extend(len(self.contexts))
         outputs.remove()
 
@@ -212,7 +212,7 @@ class _Run:
                     with torch.enable_grad():
                         layer(hidden, **self.arguments[index]).backward(at_outputs.read(i).to(self._device))
                     recorder.finish()
-                    gradients.write(i, hidden.grad)
+                    gradients.write(i, _gradient_of(hidden))
                 self._step()
             gradients.extend(len(self.contexts))
         self._keep(index, accumulator)
@@ -237,3 +237,10 @@ class _Run:
     def _step(self) -> None:
         self._done += 1
         self._report("calibrate", self._done, self._total)
+
+
+def _gradient_of(hidden: Tensor) -> Tensor:
+    """The gradient that a backward pass has left."""
+    if hidden.grad is None:
+        raise RuntimeError("the backward pass did not reach the layer's input")
+    return hidden.grad
