@@ -126,6 +126,5 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     for name in sorted(tensors):
         value = tensors[name].contiguous()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-        if value.numel():  # without RoPE some are empty, whose strides may be anything
-            digest.update(value.flatten().view(torch.uint8).numpy().data)
+        digest.update(value.numpy().tobytes())
     return digest.hexdigest()

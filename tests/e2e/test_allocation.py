@@ -172,7 +172,7 @@ def test_where_sizes_are_not_open_a_note_says_so(request_for, changes: dict[str,
     planned = plan(request)
     record = convert(request)
     assert record["plan"]["layers"] == [
-        {name: getattr(shape, name) for name in ("kv_rank", "rope_dim", "nope_dim", "value_dim")}
+        {name: getattr(shape, name) for name in ("kv_rank", "rope_dim", "nope_dim", "value_dim", "key_scales")}
         for shape in planned.layers
     ]
     assert any(said in note for note in record["notes"])

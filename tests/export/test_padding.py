@@ -38,6 +38,7 @@ def answer(weights: MLAWeights) -> torch.Tensor:
         attention_scale = 0.3
         qk_norm = alibi_slopes = attention_softcap = None
         windows = (None,)
+        alibi_rounded = False
 
         def rope_of(self, layer: int) -> RopeSpec:
             return RopeSpec(dim=6, inv_freq=SLOTS)

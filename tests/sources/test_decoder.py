@@ -176,9 +176,9 @@ def test_nothing_is_converted_after_a_wrong_reading(tmp_path: Path, monkeypatch:
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_predictions_that_are_not_finite_are_the_sources_fault(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_the_sources_fault(tmp_path: Path) -> None:
     model = tiny_llama()
     with torch.no_grad():
         model.model.norm.weight[0] = float("nan")
-    with pytest.raises(SourceError, match="predictions are not finite"):
+    with pytest.raises(SourceError, match="infinite or not a number"):
         reading_difference(opened(model, tmp_path), prompt())
