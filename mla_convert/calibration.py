@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 # Contexts of uniformly drawn tokens for each context of calibration text, where the recipe weighs such noise.
 NOISE_SHARE = 0.125
 
-# Of the memory that is free, what a model in float32 may take to be worked on as a whole.
+# Of the machine's memory, what a model in float32 may take to be worked on as a whole. Not of what is free just now:
+# the same command must choose the same way again, for both ways add up floats in an order of their own.
 RESIDENT_SHARE = 0.4
 
 
@@ -60,7 +61,7 @@ def low_memory(request: ConvertRequest, source: Source) -> bool:
     """Whether to work on one layer at a time: as asked for, or where the model in float32 would fill the memory."""
     if request.low_memory is not None:
         return request.low_memory
-    return 4 * source.num_weights() > RESIDENT_SHARE * psutil.virtual_memory().available
+    return 4 * source.num_weights() > RESIDENT_SHARE * psutil.virtual_memory().total
 
 
 def statistics_for(

@@ -58,22 +58,21 @@ def convert_layers(
             store.save(i, converted(i, LayerRefit()))
             progress("convert", i + 1, layers)
         return
-    streams = store.load_streams(first) if 0 < first < layers else None
-    if streams is None and first < layers:
-        first = 0
+    if first == layers:
+        return
+    streams = store.load_streams(first)
+    resume = None if streams is None else (first, streams)
     made: list[ConvertedLayer] = []
 
     def weights(i: int, refit: LayerRefit) -> MLAWeights:
         made[:] = [converted(i, refit)]
         return made[0].weights
 
-    resume = None if streams is None else (first, streams)
-    if first < layers:
-        for i, (refit, after) in enumerate(
-            refit_layers(source, contexts, recipe.refit, weights, progress, resume=resume), start=first
-        ):
-            layer = made.pop()
-            store.save(
-                i, replace(layer, weights=refit.converted(layer.weights), errors=dict(layer.errors) | refit.errors)
-            )
-            store.save_streams(i + 1, after)
+    walk = refit_layers(source, contexts, recipe.refit, weights, progress, resume=resume)
+    for i, (refit, after) in enumerate(walk, start=0 if resume is None else first):
+        layer = made.pop()
+        layer = replace(layer, weights=refit.converted(layer.weights), errors=dict(layer.errors) | refit.errors)
+        # In this order a run that is stopped between any two finds the states before the first layer that is missing.
+        store.save_streams(i + 1, after)
+        store.save(i, layer)
+        store.drop_streams(i)

@@ -75,14 +75,17 @@ class LayerStore:
             return None
 
     def save_streams(self, index: int, streams: tuple[Tensor, Tensor]) -> None:
-        """Keep the hidden states before a layer, instead of those before the one before it.
+        """Keep the hidden states before a layer.
 
         Raises:
             OutputError: the disk is full, or cannot be written.
         """
         source, converted = streams
         self._write(self._streams(index), {"source": source, "converted": converted}, {"key": self._key})
-        self._streams(index - 1).unlink(missing_ok=True)
+
+    def drop_streams(self, index: int) -> None:
+        """Let go of the hidden states before a layer."""
+        self._streams(index).unlink(missing_ok=True)
 
     def load_streams(self, index: int) -> tuple[Tensor, Tensor] | None:
         """Return the hidden states before a layer; None where they are not kept, or damaged, or of another key."""

@@ -45,11 +45,12 @@ def test_what_is_absent_damaged_or_of_another_key_is_not_there(tmp_path: Path) -
     assert store.load(0) is None
 
 
-def test_of_hidden_states_the_last_are_kept(tmp_path: Path) -> None:
+def test_hidden_states_are_kept_until_they_are_dropped(tmp_path: Path) -> None:
     store = LayerStore(tmp_path, "key")
     first, second = (torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
     store.save_streams(1, (first, second))
     store.save_streams(2, (second, first))
+    store.drop_streams(1)
     assert store.load_streams(1) is None
     found = store.load_streams(2)
     assert found is not None
