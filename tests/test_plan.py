@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from mla_convert.errors import PlanError
 from mla_convert.plan import ConversionPlan, largest_rank, make_plan
 from mla_convert.recipe import AllocationRecipe, available_recipes, load_recipe
-from mla_convert.spec import MLAShape, RopeSpec, SourceSpec
+from mla_convert.spec import MLAShape, QKNormSpec, RopeSpec, SourceSpec
 from tests.tiny import LLAMA3_ROPE
 
 LLAMA_3_2 = {
@@ -332,3 +332,16 @@ def test_only_a_native_budget_is_left_to_be_divided() -> None:
     assert not make_plan(spec(), recipe=allocating, kv_rank=144, rope_dim=48).provisional
     idle = AllocationRecipe("share", "uniform", 8, 0.5, 64)
     assert not make_plan(spec(), recipe=replace(recipe, allocation=idle), cache=0.5).provisional
+
+
+def test_key_scales_are_part_of_the_budget_but_at_the_whole_cache() -> None:
+    """One number for each KV head that is normalised: below the whole cache C + R leaves room for them."""
+    normed = replace(spec(), qk_norm=QKNormSpec("head", 1e-6))
+    recipe = load_recipe("default")
+    for share in (0.25, 0.5):
+        (shape, *_) = make_plan(normed, recipe=recipe, cache=share).layers
+        assert shape.key_scales == normed.num_kv_heads
+        assert shape.kv_rank + shape.rope_dim + normed.num_kv_heads == int(share * normed.kv_width)
+    (whole, *_) = make_plan(normed, recipe=recipe, cache=1.0).layers
+    (plain, *_) = make_plan(spec(), recipe=recipe, cache=1.0).layers
+    assert (whole.kv_rank, whole.rope_dim) == (plain.kv_rank, plain.rope_dim)
