@@ -17,6 +17,7 @@ from mla_convert.calibrate.layerwise import collect_layerwise
 from mla_convert.calibrate.statistics import Provenance, Statistics, load_statistics, save_statistics
 from mla_convert.calibrate.text import BUILTIN_TEXT, joint_digest, mixed_windows, read_text, uniform_windows
 from mla_convert.errors import StatisticsError
+from mla_convert.mla import MLAForCausalLM
 from mla_convert.progress import Progress
 from mla_convert.recipe import Recipe
 from mla_convert.record import CalibrationRecord
@@ -65,9 +66,17 @@ def low_memory(request: ConvertRequest, source: Source) -> bool:
 
 
 def statistics_for(
-    request: ConvertRequest, source: Source, recipe: Recipe, places: Places, progress: Progress
+    request: ConvertRequest,
+    source: Source,
+    recipe: Recipe,
+    places: Places,
+    progress: Progress,
+    decoder: MLAForCausalLM | None = None,
 ) -> Statistics | None:
     """Return the calibration statistics: given, left by an interrupted run, or collected now; None if none are needed.
+
+    Args:
+        decoder: the source's, in float32, where it is in memory already.
 
     Raises:
         MLAConvertError: a text, the source or given statistics will not do, or the disk is full.
@@ -103,9 +112,8 @@ def statistics_for(
     else:
         statistics = _left_over(places.statistics, provenance)
     if statistics is None:
-        model = source.load_decoder(dtype=torch.float32)
         layers = collect(
-            model,
+            decoder or source.load_decoder(dtype=torch.float32),
             source.spec,
             contexts,
             gradients=recipe.needs_gradients,

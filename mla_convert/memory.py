@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Any
 
 # mallopt(3): the options' numbers in glibc's malloc.h, the largest block taken from what was freed, and "never".
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -17,9 +18,19 @@ def keep_freed_memory() -> None:
     A training step on a CPU frees and allocates the same large tensors over and over. By default each goes back to the
     system, and the next one's pages are made and zeroed again, which takes longer than computing what is in them.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _of_glibc("mallopt")
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST)
         mallopt(_M_TRIM_THRESHOLD, _NEVER)
+
+
+def release_freed_memory() -> None:
+    """Give back to the system what is freed but kept, where malloc is glibc's: between stages of unlike tensors."""
+    malloc_trim = _of_glibc("malloc_trim")
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+def _of_glibc(name: str) -> Any:
+    """A function of the C library by its name, or None where there is no such function or the system is not Linux."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

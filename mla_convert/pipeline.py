@@ -24,11 +24,12 @@ from mla_convert.export.folder import check_output, staged_folder
 from mla_convert.export.layerwise import verify_layerwise
 from mla_convert.export.native import write_native
 from mla_convert.export.obstacles import source_obstacles
-from mla_convert.export.reading import reading_difference
+from mla_convert.export.reading import checked_decoder
 from mla_convert.export.reference import reference_logits
 from mla_convert.export.reload import verify_folder
 from mla_convert.export.shards import parse_size
 from mla_convert.layer_store import LayerStore
+from mla_convert.memory import keep_freed_memory, release_freed_memory
 from mla_convert.mla import MLAWeights
 from mla_convert.plan import ConversionPlan, make_plan
 from mla_convert.progress import Progress, silent
@@ -86,14 +87,18 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
         contexts, refit_text = calibration_contexts(request, source, planned.recipe, tokens)
 
     whole = source.file_bytes() <= VERIFY_BYTES and not low_memory(request, source)
-    difference = None
+    keep_freed_memory()
+    reading = None
     if whole:
         started = time.perf_counter()
-        difference = reading_difference(source, _verification_ids(source))
+        reading = checked_decoder(source, _verification_ids(source))
         timings["read"] = time.perf_counter() - started
     started = time.perf_counter()
     places = Places.beside(request.out)
-    statistics = statistics_for(request, source, planned.recipe, places, progress)
+    statistics = statistics_for(request, source, planned.recipe, places, progress, reading and reading.decoder)
+    difference = reading and reading.difference
+    del reading  # and the decoder
+    release_freed_memory()
     timings["calibrate"] = time.perf_counter() - started
     counts, rope_parameters = _stock_slots(source, planned, statistics)
     if planned.provisional and statistics is not None:
@@ -105,6 +110,7 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
     started = time.perf_counter()
     store = LayerStore(places.layers, _key(source, planned, statistics, counts, refit_text))
     convert_layers(source, planned, statistics and statistics.layers, counts, store, contexts, progress)
+    release_freed_memory()
     timings["convert"] = time.perf_counter() - started
     errors: list[dict[str, float]] = []
     dampings: list[float] = []
@@ -132,6 +138,7 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
             write_native(source, layers(), planned.layers, folder, **common)
         else:
             write_deepseek(source, layers(), planned.layers[0], folder, rope_parameters=rope_parameters, **common)
+        release_freed_memory()
         timings["write"] = time.perf_counter() - started
         started = time.perf_counter()
         verification = None
@@ -148,6 +155,7 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
                 tolerance=VERIFY_TOLERANCE[dtype_name],
             )
             verification = asdict(check)
+        release_freed_memory()
         timings["verify"] = time.perf_counter() - started
         used = statistics.provenance if statistics else None
         facts = ConversionFacts(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Glm4Config, Glm4ForCausalLM
 
-from mla_convert.export.reading import reading_difference
+from mla_convert.export.reading import checked_decoder
 from mla_convert.features import features
 from mla_convert.sources import open_source, registry
 from mla_convert.sources.adapter import DenseAdapter
@@ -61,7 +61,7 @@ def test_it_reads_its_family_as_transformers_does(adapter: type[DenseAdapter], t
         "there are biases on queries, keys, values",
     )
     # the bar that every conversion is held to; a norm, bias or pair out of place is off by more than 0.1
-    assert reading_difference(source, torch.randint(2, 288, (1, 40))) < 1e-4
+    assert checked_decoder(source, torch.randint(2, 288, (1, 40))).difference < 1e-4
 
 
 def test_every_hook_that_it_lists_is_one() -> None:

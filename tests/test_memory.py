@@ -1,3 +1,4 @@
+import subprocess
 import sys
 
 import pytest
@@ -12,6 +13,7 @@ def test_a_platform_without_mallopt_is_left_alone(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(memory.ctypes, "CDLL", load)
     memory.keep_freed_memory()
+    memory.release_freed_memory()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is glibc's")
@@ -29,3 +31,31 @@ def test_the_options_are_those_of_malloc_h(monkeypatch):
     memory.keep_freed_memory()
     # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
     assert library.calls == [(-3, 2**30), (-1, -1)]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="malloc_trim is glibc's")
+def test_what_was_kept_goes_back_to_the_system() -> None:
+    """In a process of its own: the options stay for good."""
+    grown = subprocess.run([sys.executable, "-c", _GROWN], capture_output=True, text=True, check=True)
+    kept, released = map(int, grown.stdout.split())
+    assert kept > 100
+    assert released < 10
+
+
+_GROWN = """
+from pathlib import Path
+import torch
+from mla_convert import memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+memory.keep_freed_memory()
+before = resident()
+tensors = [torch.ones(2**20) for _ in range(64)]
+fence = torch.ones(2**10)  # so that what is freed does not lie at the end of the heap
+del tensors
+kept = resident() - before
+memory.release_freed_memory()
+print(round(kept), round(resident() - before))
+"""

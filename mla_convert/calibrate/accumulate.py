@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
@@ -9,6 +11,20 @@ from torch import Tensor
 from mla_convert.calibrate.statistics import GradientStatistics, HeldOutStatistics, LayerStatistics
 from mla_convert.maths.rope import to_pairs
 from mla_convert.spec import SourceSpec
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a context's attention weights p_hts add up to, in float64.
+
+    Attributes:
+        received: Σ_ht p_hts², [S]: the squared attention that each token receives.
+        cos, sin: Σ_s p_hts cos(theta·s) and Σ_s p_hts sin(theta·s), [H S F]: the mean rotation of what a query sees.
+    """
+
+    received: Float[Tensor, "S"]
+    cos: Float[Tensor, "H S F"]
+    sin: Float[Tensor, "H S F"]
 
 
 class LayerAccumulator:
@@ -41,29 +57,28 @@ class LayerAccumulator:
         query: Float[Tensor, "H S K"],
         key: Float[Tensor, "G S K"],
         value: Float[Tensor, "G S V"],
-        weights: Float[Tensor, "H S T"],
+        seen: Seen,
         cos: Float[Tensor, "S F"],
         sin: Float[Tensor, "S F"],
     ) -> None:
-        """Add a context: queries and keys before RoPE, values, attention weights, and the positions' angles."""
+        """Add a context: queries and keys before RoPE, values, what attention saw, and the positions' angles."""
         stacked = _stacked(key, value)
-        attended, weight = _attended(stacked, weights)
+        attended, weight = _attended(stacked, seen.received)
         self.tokens += query.shape[1]
         self.key_value += (stacked.mT @ stacked).cpu()
         self.attended += attended
         self.attended_weight += weight
         self.query += (query.mT @ query).cpu()
-        energy = to_pairs(query).abs().square()
-        # Σ_s p_ts e^{i·theta·s}, then turned back by each query's own position
-        ahead = torch.complex(weights @ cos.to(weights.dtype), weights @ sin.to(weights.dtype)).to(torch.complex128)
-        self.rotation += (energy * ahead * torch.complex(cos, -sin)).sum(1).cpu()
+        energy = query.square().unflatten(-1, (2, -1)).sum(-2)
+        # Turned back by each query's own position.
+        real = (energy * (seen.cos * cos + seen.sin * sin)).sum(1)
+        imaginary = (energy * (seen.sin * cos - seen.cos * sin)).sum(1)
+        self.rotation += torch.complex(real, imaginary).cpu()
         self.query_energy += energy.sum(1).cpu()
 
-    def add_noise(
-        self, key: Float[Tensor, "G S K"], value: Float[Tensor, "G S V"], weights: Float[Tensor, "H S T"]
-    ) -> None:
+    def add_noise(self, key: Float[Tensor, "G S K"], value: Float[Tensor, "G S V"], seen: Seen) -> None:
         """Add a context of uniformly drawn tokens."""
-        attended, weight = _attended(_stacked(key, value), weights)
+        attended, weight = _attended(_stacked(key, value), seen.received)
         self.noise_attended += attended
         self.noise_weight += weight
 
@@ -79,11 +94,9 @@ class LayerAccumulator:
         self.content_tokens += key.shape[1]
         self.content_gradients += (stacked.mT @ stacked).cpu()
 
-    def add_held_out(
-        self, key: Float[Tensor, "G S K"], value: Float[Tensor, "G S V"], weights: Float[Tensor, "H S T"]
-    ) -> None:
+    def add_held_out(self, key: Float[Tensor, "G S K"], value: Float[Tensor, "G S V"], seen: Seen) -> None:
         """Add a context that is set aside."""
-        attended, weight = _attended(_stacked(key, value), weights)
+        attended, weight = _attended(_stacked(key, value), seen.received)
         self.held_out_attended += attended
         self.held_out_weight += weight
 
@@ -139,9 +152,8 @@ class LayerAccumulator:
         )
 
 
-def _attended(stacked: Float[Tensor, "S J"], weights: Float[Tensor, "H S T"]) -> tuple[Float[Tensor, "J J"], float]:
+def _attended(stacked: Float[Tensor, "S J"], received: Float[Tensor, "S"]) -> tuple[Float[Tensor, "J J"], float]:
     """Σ w y y^T and Σ w, w the squared attention that each token receives from all heads and queries."""
-    received = weights.square().sum((0, 1), dtype=torch.float64)
     return ((stacked * received[:, None]).mT @ stacked).cpu(), received.sum().item()
 
 

@@ -70,12 +70,12 @@ def collect(
     stages = stages_of(len(windows), gradients, held_out)
     contexts = windows if noise is None else torch.cat((windows, noise))
     stages += [("noise", i) for i in range(len(windows), len(contexts))]
-    with _recording(model, spec, windows.shape[1]) as recorders:
+    with _recording(model, spec, windows.shape[1], accumulators) as recorders:
         for done, (stage, i) in enumerate(stages):
             if stage in ("content", "held_out") and accumulators[0].constants is None:
                 fit_constants(accumulators, spec)
-            for recorder, accumulator in zip(recorders, accumulators, strict=True):
-                recorder.begin(stage, accumulator)
+            for recorder in recorders:
+                recorder.begin(stage)
             backward = stage in ("pairs", "content", "held_out")
             run_context(model, contexts[i : i + 1], backward, sampling(seed, i))
             for recorder in recorders:
@@ -190,11 +190,13 @@ def recording_attention(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _recording(model: Any, spec: SourceSpec, context: int) -> Iterator[list[LayerRecorder]]:
+def _recording(
+    model: Any, spec: SourceSpec, context: int, accumulators: list[LayerAccumulator]
+) -> Iterator[list[LayerRecorder]]:
     """Give every layer's attention a recorder; on leaving, the model is as it was."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     attentions = [layer.self_attn for layer in model.base_model.layers]
-    recorders = [LayerRecorder(spec, i, context, model.device) for i in range(len(attentions))]
+    recorders = [LayerRecorder(spec, i, context, model.device, sums) for i, sums in enumerate(accumulators)]
     with recording_attention(model):
         try:
             for parameter in trained:

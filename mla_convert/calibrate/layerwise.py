@@ -164,18 +164,18 @@ class _Run:
         """Write the layer's outputs, the next one's inputs; with `record` its statistics too."""
         accumulator = LayerAccumulator(self.spec)
         inputs = self._hidden(index)
-        with self._recorded(index) as (layer, recorder), self._hidden(index + 1).writing() as outputs:
+        with self._recorded(index, accumulator) as (layer, recorder), self._hidden(index + 1).writing() as outputs:
             for stage, i in self.stages if record else [("plain", i) for i in range(len(self.contexts))]:
-                recorder.begin(stage, accumulator)
+                recorder.begin(stage)
                 outputs.write(i, layer(inputs.read(i).to(self._device), **self.arguments[index]))
                 self._step()
         if record:
             self._keep(index, accumulator)
 
     @contextmanager
-    def _recorded(self, index: int) -> Iterator[tuple[Any, LayerRecorder]]:
+    def _recorded(self, index: int, accumulator: LayerAccumulator) -> Iterator[tuple[Any, LayerRecorder]]:
         """Within it, the layer has its weights and a recorder."""
-        recorder = LayerRecorder(self.spec, index, self.contexts.shape[1], self._device)
+        recorder = LayerRecorder(self.spec, index, self.contexts.shape[1], self._device, accumulator)
         with self.decoder.layer(index) as layer:
             layer.self_attn.calibration_recorder = recorder
             try:
@@ -199,11 +199,11 @@ class _Run:
         """Record a layer, whose inputs and whose outputs' gradients are known; write the gradients at its inputs."""
         accumulator = LayerAccumulator(self.spec)
         inputs, at_outputs = self._hidden(index), self._gradient(index + 1)
-        with self._recorded(index) as (layer, recorder), self._gradient(index).writing() as gradients:
+        with self._recorded(index, accumulator) as (layer, recorder), self._gradient(index).writing() as gradients:
             for stage, i in self.stages:
                 if stage in ("content", "held_out") and accumulator.constants is None:
                     fit_constants([accumulator], self.spec)
-                recorder.begin(stage, accumulator)
+                recorder.begin(stage)
                 hidden = inputs.read(i).to(self._device)
                 if stage not in BACKWARD:
                     layer(hidden, **self.arguments[index])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,9 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mla_convert.calibrate.accumulate import LayerAccumulator
+from mla_convert.calibrate.accumulate import LayerAccumulator, Seen
 from mla_convert.maths.rope import unrotate
 from mla_convert.spec import SourceSpec
+
+# Queries that attend at a time.
+BLOCK = 128
 
 
 class LayerRecorder:
@@ -21,8 +25,11 @@ class LayerRecorder:
     (these, and the loss's gradients), ``noise``, and ``plain`` (nothing).
     """
 
-    def __init__(self, spec: SourceSpec, layer: int, context: int, device: torch.device) -> None:
+    def __init__(
+        self, spec: SourceSpec, layer: int, context: int, device: torch.device, accumulator: LayerAccumulator
+    ) -> None:
         self.spec = spec
+        self.accumulator = accumulator
         rope = spec.rope_of(layer)
         positions = torch.arange(context, dtype=torch.float64, device=device)
         angles = positions[:, None] * torch.tensor(rope.inv_freq, dtype=torch.float64, device=device)
@@ -31,12 +38,11 @@ class LayerRecorder:
         self.factors = torch.tensor(rope.factors * 2, dtype=torch.float64, device=device)
 
         self.stage = "forward"
-        self.accumulator = LayerAccumulator(spec)
         self.leaves: tuple[Tensor, Tensor, Tensor] | None = None  # key, value and probe, whose gradients are wanted
 
-    def begin(self, stage: str, accumulator: LayerAccumulator) -> None:
-        """Record the next context into `accumulator`."""
-        self.stage, self.accumulator, self.leaves = stage, accumulator, None
+    def begin(self, stage: str) -> None:
+        """Say what is noted of the next context."""
+        self.stage, self.leaves = stage, None
 
     def finish(self) -> None:
         """Take the gradients of the context just run."""
@@ -63,13 +69,14 @@ class LayerRecorder:
         key_scale: Float[Tensor, "1 G S"] | None,
     ) -> Float[Tensor, "1 S H V"]:
         if self.stage == "plain":
-            return _mix(_weights(query, key, mask, scaling, softcap, None), value)
+            return self._attention(query, key, value, _Scores(mask, scaling, softcap, None))[0]
         if key_scale is not None:  # what is recorded is linear in the layer's input: keys before their norm
             key = key / key_scale[..., None]
+        scores = _Scores(mask, scaling, softcap, key_scale)
         if self.stage in ("forward", "noise"):
-            weights = _weights(query, key, mask, scaling, softcap, key_scale)
-            self._add_forward(query, key, value, weights)
-            return _mix(weights, value)
+            out, seen = self._attention(query, key, value, scores, note=True)
+            self._add_forward(query, key, value, seen)
+            return out
         spec = self.spec
         heads = spec.num_heads if self.stage == "pairs" else spec.num_kv_heads
         key, value = key + 0, value + 0  # of the graph even where nothing before them needs gradients
@@ -85,49 +92,84 @@ class LayerRecorder:
         def attention(query: Tensor, content: Tensor, key: Tensor, value: Tensor, probe: Tensor) -> Tensor:
             nonlocal counted
             both = torch.cat((query, content), dim=-1), torch.cat((_repeat(key, query), _repeat(probe, query)), dim=-1)
-            weights = _weights(*both, mask, scaling, softcap, key_scale)
+            out, seen = self._attention(*both, value, scores, note=not counted)
             if not counted:  # the backward pass comes here again
-                self._add_forward(query, key, value, weights)
+                self._add_forward(query, key, value, seen)
                 counted = True
-            return _mix(weights, value)
+            return out
 
         return checkpoint(attention, query, content, key, value, probe, use_reentrant=False, preserve_rng_state=False)
 
-    def _add_forward(self, query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> None:
+    def _attention(
+        self,
+        query: Float[Tensor, "1 H S K"],
+        key: Float[Tensor, "1 G S K"],
+        value: Float[Tensor, "1 G S V"],
+        scores: _Scores,
+        *,
+        note: bool = False,
+    ) -> tuple[Float[Tensor, "1 S H V"], Seen | None]:
+        """Attend as the source does; with `note`, also return what the weights add up to.
+
+        A block of queries at a time, each with the keys up to its last: of what causality masks little is computed.
+        """
+        length = query.shape[2]
+        turns = torch.cat((self.cos, self.sin), dim=1).to(query.dtype)
+        received = torch.zeros(length, dtype=torch.float64, device=query.device)
+        outputs, ahead = [], []
+        query, key, value = query * scores.scaling, _repeat(key, query), _repeat(value, query)
+        for start in range(0, length, BLOCK):
+            rows = slice(start, start + BLOCK)
+            stop = length if scores.mask is None else min(start + BLOCK, length)
+            weights = scores.weights(query[:, :, rows] @ key[:, :, :stop].transpose(2, 3), rows)
+            outputs.append((weights @ value[:, :, :stop]).transpose(1, 2))
+            if note:
+                with torch.no_grad():
+                    received[:stop] += weights[0].square().sum((0, 1)).double()
+                    ahead.append(weights[0] @ turns[:stop])
+        seen = None
+        if note:
+            seen = Seen(received, *torch.cat(ahead, dim=1).double().chunk(2, dim=-1))
+        return torch.cat(outputs, dim=1), seen
+
+    def _add_forward(self, query: Tensor, key: Tensor, value: Tensor, seen: Seen | None) -> None:
+        assert seen is not None  # it was asked for
         with torch.no_grad():
             plain_query = unrotate(query[0].double(), self.cos, self.sin) / self.factors
             plain_key = unrotate(key[0].double(), self.cos, self.sin) / self.factors
             if self.stage == "noise":
-                self.accumulator.add_noise(plain_key, value[0].double(), weights[0])
+                self.accumulator.add_noise(plain_key, value[0].double(), seen)
                 return
             if self.stage == "held_out":
-                self.accumulator.add_held_out(plain_key, value[0].double(), weights[0])
+                self.accumulator.add_held_out(plain_key, value[0].double(), seen)
                 return
-            self.accumulator.add_forward(plain_query, plain_key, value[0].double(), weights[0], self.cos, self.sin)
+            self.accumulator.add_forward(plain_query, plain_key, value[0].double(), seen, self.cos, self.sin)
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What becomes of the products of queries and keys."""
+
+    mask: Float[Tensor, "1 heads S S"] | None
+    scaling: float
+    softcap: float | None
+    key_scale: Float[Tensor, "1 G S"] | None
+
+    def weights(self, products: Float[Tensor, "1 H n T"], rows: slice) -> Float[Tensor, "1 H n T"]:
+        """The attention weights of some queries on the first T keys, from their products that are scaled."""
+        heads, stop = products.shape[1], products.shape[3]
+        if self.key_scale is not None:
+            scale = self.key_scale[:, :, :stop].repeat_interleave(heads // self.key_scale.shape[1], dim=1)
+            products = products * scale[:, :, None]
+        if self.softcap is not None:
+            products = self.softcap * torch.tanh(products / self.softcap)
+        if self.mask is not None:
+            products += self.mask[..., rows, :stop]  # in place: no operation before needs what it returned
+        return torch.softmax(products, dim=-1, dtype=torch.float32).to(products.dtype)
 
 
 def _repeat(x: Float[Tensor, "1 G S K"], query: Float[Tensor, "1 H S K"]) -> Float[Tensor, "1 H S K"]:
     return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
-
-
-def _weights(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    key_scale: Float[Tensor, "1 G S"] | None,
-) -> Float[Tensor, "1 H S S"]:
-    scores = query @ _repeat(key, query).transpose(2, 3) * scaling
-    if key_scale is not None:
-        scores = scores * _repeat(key_scale, query)[:, :, None]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    return torch.softmax(scores if mask is None else scores + mask, dim=-1, dtype=torch.float32).to(query.dtype)
-
-
-def _mix(weights: Float[Tensor, "1 H S S"], value: Float[Tensor, "1 G S V"]) -> Float[Tensor, "1 S H V"]:
-    return (weights @ _repeat(value, weights)).transpose(1, 2).contiguous()
 
 
 def calibration_attention(

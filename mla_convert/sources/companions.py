@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mla_convert.errors import SourceError
+from mla_convert.sources.gguf_reader import read_once
 from mla_convert.sources.licence import licence_of_folder, licence_of_gguf
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ class GGUFCompanions:
         self._reader = reader
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        return _auto_tokenizer(self._path.parent, self._path, gguf_file=self._path.name)
+        with read_once(self._path, self._reader):
+            return _auto_tokenizer(self._path.parent, self._path, gguf_file=self._path.name)
 
     def generation_config(self, config: PretrainedConfig) -> GenerationConfig:
         from transformers import GenerationConfig

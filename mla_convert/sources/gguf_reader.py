@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,13 +77,12 @@ def open_reader(path: Path) -> GGUFReader:
 @functools.lru_cache(maxsize=1)
 def _parsed(path: Path, _size: int, _modified: int) -> GGUFReader:
     """The reader of a file in one state: parsing takes seconds, and a command opens its source several times."""
-    gguf = import_gguf()
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":
         raise SourceError(f"'{path}' is not a GGUF file", "give the path of a GGUF file or of a model folder")
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _plain_reader()(path)
     except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
         raise SourceError(f"'{path}' is truncated or damaged: {error}", "fetch the file again") from error
     count = reader.get_field("split.count")
@@ -90,6 +92,41 @@ def _parsed(path: Path, _size: int, _modified: int) -> GGUFReader:
             "merge the parts with `llama-gguf-split --merge` first",
         )
     return reader
+
+
+@functools.cache
+def _plain_reader() -> type[GGUFReader]:
+    """The package's reader, whose pieces are plain arrays over its memory map.
+
+    A vocabulary is some hundred thousand of them, and each that is a ``numpy.memmap`` takes several times as long to
+    make, and a dictionary of its own.
+    """
+
+    class PlainReader(import_gguf().GGUFReader):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
+
+    return PlainReader
+
+
+@contextmanager
+def read_once(path: Path, reader: GGUFReader) -> Iterator[None]:
+    """Within it, whoever asks the package to read this file gets the reader that has read it already.
+
+    transformers parses the whole file again for its tokenizer, which takes seconds and a hundred megabytes.
+    """
+    gguf = import_gguf()
+    reads = gguf.GGUFReader
+
+    def again(asked: Any, *arguments: Any, **options: Any) -> GGUFReader:
+        same = not (arguments or options) and Path(asked).resolve() == path.resolve()
+        return reader if same else reads(asked, *arguments, **options)
+
+    gguf.GGUFReader = again
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reads
 
 
 class GGUFCheckpoint:

@@ -1,7 +1,14 @@
 import pytest
 
+from mla_convert.calibrate import recorder
 from tests.calibrate.models import MODELS, Tiny, described
 from tests.tiny import tiny_llama
+
+
+@pytest.fixture(autouse=True)
+def blocks(monkeypatch) -> None:
+    """The short contexts of these tests take several blocks of queries, the last of them a part of one."""
+    monkeypatch.setattr(recorder, "BLOCK", 4)
 
 
 @pytest.fixture(scope="package", params=MODELS)

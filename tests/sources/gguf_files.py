@@ -72,7 +72,8 @@ def write_gguf(
 
 def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     tokenizer = tiny_tokenizer()
-    tokens = [tokenizer.convert_ids_to_tokens(i) for i in range(VOCAB_SIZE)]
+    tokens = [tokenizer.convert_ids_to_tokens(i) for i in range(VOCAB_SIZE - 1)]
+    tokens.append("th")  # what the merge makes
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mla_convert.errors import FormatError, SourceError, UnaccountedTensorError, VerificationError
-from mla_convert.export.reading import reading_difference
+from mla_convert.export.reading import checked_decoder
 from mla_convert.pipeline import ConvertRequest, convert
 from mla_convert.sources import Part, Source, open_source
 from mla_convert.spec import BlockSpec
@@ -142,7 +142,7 @@ def test_layers_that_the_native_class_cannot_tell_apart_are_refused(tmp_path: Pa
 
 
 def test_a_source_that_is_read_as_it_is_has_no_difference(tmp_path: Path) -> None:
-    assert 0 <= reading_difference(opened(tiny_llama(), tmp_path), prompt()) <= TOLERANCE
+    assert 0 <= checked_decoder(opened(tiny_llama(), tmp_path), prompt()).difference <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_wrong_reading_is_caught(wrong: Any, tmp_path: Path) -> None:
     source = opened(tiny_llama(), tmp_path)
     source.spec = wrong(source.spec)
     with pytest.raises(VerificationError, match="LlamaForCausalLM otherwise than transformers"):
-        reading_difference(source, prompt())
+        checked_decoder(source, prompt())
 
 
 def test_nothing_is_converted_after_a_wrong_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,4 +181,4 @@ def test_weights_that_are_not_finite_are_the_sources_fault(tmp_path: Path) -> No
     with torch.no_grad():
         model.model.norm.weight[0] = float("nan")
     with pytest.raises(SourceError, match="infinite or not a number"):
-        reading_difference(opened(model, tmp_path), prompt())
+        checked_decoder(opened(model, tmp_path), prompt())

@@ -199,6 +199,29 @@ def test_a_folder_with_one_gguf_file(tmp_path: Path) -> None:
         open_source(str(tmp_path))
 
 
+def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the tokenizer, which transformers reads; other files are read as ever meanwhile."""
+    path = write_gguf(tiny_llama("GQA"), tmp_path / "model.gguf", "llama")
+    other = write_gguf(tiny_llama("MQA"), tmp_path / "other.gguf", "llama")
+    parsed: list[str] = []
+    building = gguf.GGUFReader._build_fields
+
+    def build(self: gguf.GGUFReader, *arguments: object) -> int:
+        parsed.append("again")
+        return building(self, *arguments)
+
+    monkeypatch.setattr(gguf.GGUFReader, "_build_fields", build)
+    reads = gguf.GGUFReader
+    for _ in range(2):
+        open_source(str(path)).load_tokenizer()
+    assert parsed == ["again"]
+    with gguf_reader.read_once(path, gguf_reader.open_reader(path)):
+        assert gguf.GGUFReader(path) is gguf_reader.open_reader(path)
+        assert isinstance(gguf.GGUFReader(other), reads)
+    assert gguf.GGUFReader is reads
+    assert parsed == ["again"] * 2
+
+
 def test_the_digest_is_of_the_file(tmp_path: Path) -> None:
     path = write_gguf(tiny_llama(), tmp_path / "model.gguf")
     source = open_source(str(path))
