@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ def factorise_joint(
     """Return the rank-`rank` projection minimising E‖A^½ (y - up down y)‖² under y's second moment.
 
     The optimum is U = the top eigenvectors of A^½ E[y y^T] A^½, down = U^T A^½ and up = A^(-½) U (two-sided whitening;
-    with A the identity it is the PCA of SVD-LLM, arXiv:2403.07378, and CARE). At full rank up·down is the identity.
+    with A the identity it is the PCA of SVD-LLM, arXiv:2403.07378, and CARE); any other root of A gives the same two. At full rank up·down is the identity.
 
     Given the latent c = down y, `up` is the least-squares solution E[y c^T] E[c c^T]^(-1), whatever the metric, so that
     refitting W_UK and W_UV under the same moment changes nothing. What is left of a key is uncorrelated with c; where
@@ -49,10 +50,26 @@ def factorise_joint(
         metric: A, for example the second moment of the loss gradient at y; read damped.
         damping: share of A's mean eigenvalue added to it, which bounds the inverse root.
     """
-    root, inverse_root = damped_powers(metric.double(), (0.5, -0.5), damping)
-    values, vectors = torch.linalg.eigh(hermitian(root @ moment.double() @ root))
+    root, inverse = _roots(hermitian(metric.double()), damping)
+    values, vectors = torch.linalg.eigh(hermitian(root.mT @ moment.double() @ root))
     kept = vectors.flip(-1)[:, :rank]
-    return JointFactors(kept.mT @ root, inverse_root @ kept, values.flip(-1).clamp_min(0.0))
+    return JointFactors(kept.mT @ root.mT, inverse(kept), values.flip(-1).clamp_min(0.0))
+
+
+def _roots(
+    metric: Float[Tensor, "J J"], damping: float
+) -> tuple[Float[Tensor, "J J"], Callable[[Float[Tensor, "J C"]], Float[Tensor, "J C"]]]:
+    """Some B with B B^T = A, damped, and what applies B^(-T): a Cholesky factor where A has one that is safe to invert.
+
+    Any such B gives the same down and up, for two of them differ by a rotation, and the eigenvectors turn with it.
+    """
+    mean = metric.diagonal().mean()
+    if damping > 0 and mean > 0:
+        lower, failed = torch.linalg.cholesky_ex(metric + damping * mean * torch.eye(len(metric)).to(metric))
+        if not failed:
+            return lower, lambda kept: torch.linalg.solve_triangular(lower.mT, kept, upper=True)
+    root, inverse_root = damped_powers(metric, (0.5, -0.5), damping)
+    return root, lambda kept: inverse_root @ kept
 
 
 def truncation_error(factors: JointFactors, moment: Float[Tensor, "J J"], metric: Float[Tensor, "J J"]) -> float:

@@ -67,6 +67,27 @@ def test_gradient_descent_ends_no_lower():
     assert descended == pytest.approx(reached, rel=0.05)  # there are no other minima, and descent has come near
 
 
+def test_every_root_of_the_metric_gives_the_same_factors(monkeypatch):
+    moment, metric = moment_of(SIZE, 0), moment_of(SIZE, 1)
+    cholesky = factorise_joint(moment, metric, 3, damping=0.1)
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda matrix: (matrix, torch.tensor(1)))
+    symmetric = factorise_joint(moment, metric, 3, damping=0.1)
+    signs = (cholesky.down * symmetric.down).sum(1).sign()
+    assert max_difference(cholesky.down, signs[:, None] * symmetric.down) <= 1e-10
+    assert max_difference(cholesky.up, signs * symmetric.up) <= 1e-10
+    assert max_difference(cholesky.spectrum, symmetric.spectrum) <= 1e-10
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_a_metric_that_is_not_positive_is_read_as_ever(scale):
+    """One of zeros weighs all directions alike; an eigenvalue that rounding made negative counts as zero."""
+    moment = moment_of(SIZE, 0)
+    metric = scale * torch.diag(torch.tensor([-1.0] + [1.0] * (SIZE - 1), dtype=torch.float64))
+    factors = factorise_joint(moment, metric, SIZE, damping=1e-3)
+    assert max_difference(factors.up @ factors.down, torch.eye(SIZE, dtype=torch.float64)) <= 1e-9
+    assert factors.spectrum.min() >= 0
+
+
 def test_at_full_rank_everything_is_kept():
     factors = factorise_joint(moment_of(SIZE, 0), moment_of(SIZE, 1), SIZE, damping=0.01)
     assert max_difference(factors.up @ factors.down, torch.eye(SIZE, dtype=torch.float64)) <= 1e-10
