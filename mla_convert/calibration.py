@@ -7,15 +7,17 @@ import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import psutil
 import torch
-from torch import LongTensor
+from torch import LongTensor, nn
 
 from mla_convert.calibrate.collect import collect
 from mla_convert.calibrate.layerwise import collect_layerwise
 from mla_convert.calibrate.statistics import Provenance, Statistics, load_statistics, save_statistics
 from mla_convert.calibrate.text import BUILTIN_TEXT, joint_digest, mixed_windows, read_text, uniform_windows
+from mla_convert.devices import computing_devices
 from mla_convert.errors import StatisticsError
 from mla_convert.mla import MLAForCausalLM
 from mla_convert.progress import Progress
@@ -76,7 +78,7 @@ def statistics_for(
     """Return the calibration statistics: given, left by an interrupted run, or collected now; None if none are needed.
 
     Args:
-        decoder: the source's, in float32, where it is in memory already.
+        decoder: the source's, in float32, where it is in memory already; it may be moved to another device.
 
     Raises:
         MLAConvertError: a text, the source or given statistics will not do, or the disk is full.
@@ -104,16 +106,21 @@ def statistics_for(
         noise_tokens=0 if noise is None else noise.numel(),
         held_out=recipe.needs_held_out,
     )
+    devices = computing_devices(request.devices)
     if low_memory(request, source):
+        decoders = [StreamedDecoder(source, device) for device in devices]
         layers = collect_layerwise(
-            StreamedDecoder(source), source.spec, contexts, provenance, places.layers, noise=noise, progress=progress
+            decoders, source.spec, contexts, provenance, places.layers, noise=noise, progress=progress
         )
         statistics: Statistics | None = Statistics(layers, provenance)
     else:
         statistics = _left_over(places.statistics, provenance)
     if statistics is None:
+        first = decoder or source.load_decoder(dtype=torch.float32)
+        cast("nn.Module", first).to(devices[0])
+        others = [source.load_decoder(dtype=torch.float32, device=device) for device in devices[1:]]
         layers = collect(
-            decoder or source.load_decoder(dtype=torch.float32),
+            [first, *others],
             source.spec,
             contexts,
             gradients=recipe.needs_gradients,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -26,12 +27,14 @@ def convert_layers(
     store: LayerStore,
     contexts: Int[Tensor, "n S"] | None = None,
     progress: Progress | None = None,
+    device: torch.device | str = "cpu",
 ) -> None:
     """Convert every layer that ``store`` does not hold, and keep it there.
 
     Args:
         counts: how many slots each pair holds, where the target prescribes it.
         contexts: what the recipe's refit runs over; None for no refit.
+        device: where that computes.
 
     Raises:
         OutputError: a layer cannot be kept.
@@ -68,7 +71,7 @@ def convert_layers(
         made[:] = [converted(i, refit)]
         return made[0].weights
 
-    walk = refit_layers(source, contexts, recipe.refit, weights, progress, resume=resume)
+    walk = refit_layers(source, contexts, recipe.refit, weights, progress, resume=resume, device=device)
     for i, (refit, after) in enumerate(walk, start=0 if resume is None else first):
         layer = made.pop()
         layer = replace(layer, weights=refit.converted(layer.weights), errors=dict(layer.errors) | refit.errors)

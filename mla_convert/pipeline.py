@@ -18,6 +18,7 @@ from mla_convert.calibrate.statistics import Statistics
 from mla_convert.calibration import Places, calibration_contexts, low_memory, statistics_for
 from mla_convert.card import CARD_NAME, model_card
 from mla_convert.convert_layers import convert_layers
+from mla_convert.devices import computing_devices
 from mla_convert.errors import FormatError, OutputError, UsageError
 from mla_convert.export.deepseek import check_deepseek, longrope_parameters, write_deepseek
 from mla_convert.export.folder import check_output, staged_folder
@@ -109,7 +110,8 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
 
     started = time.perf_counter()
     store = LayerStore(places.layers, _key(source, planned, statistics, counts, refit_text))
-    convert_layers(source, planned, statistics and statistics.layers, counts, store, contexts, progress)
+    device = computing_devices(request.devices)[0]
+    convert_layers(source, planned, statistics and statistics.layers, counts, store, contexts, progress, device)
     release_freed_memory()
     timings["convert"] = time.perf_counter() - started
     errors: list[dict[str, float]] = []

@@ -89,6 +89,7 @@ def refit_layers(
     progress: Progress | None = None,
     *,
     resume: tuple[int, Streams] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Iterator[tuple[LayerRefit, Streams]]:
     """Yield every layer's refit, fitted in order over token contexts of equal length from position 0.
 
@@ -97,17 +98,18 @@ def refit_layers(
     Args:
         convert: gives the MLA weights of a layer under a refit.
         resume: the layer to go on with, and the hidden states before it.
+        device: where layers compute; hidden states, and what is returned, are on the CPU.
     """
     progress = progress or silent
-    decoder = StreamedDecoder(source)
+    decoder = StreamedDecoder(source, device)
     call = LayerCall(decoder.model, contexts[:1])
     if resume is None:
-        embedded = torch.cat(list(decoder.embed(contexts)))
+        embedded = torch.cat([row.cpu() for row in decoder.embed(contexts)])
         resume = 0, (embedded, embedded)
     first, streams = resume
     for i in range(first, source.spec.num_layers):
         with decoder.layer(i) as layer:
-            refit, streams = _refit_layer(layer, call, streams, source, recipe, convert, i)
+            refit, streams = _refit_layer(layer, call, streams, source, recipe, convert, i, decoder.device)
         progress("refit", i + 1, source.spec.num_layers)
         yield refit, streams
 
@@ -120,32 +122,34 @@ def _refit_layer(
     recipe: RefitRecipe,
     convert: Callable[[int, LayerRefit], MLAWeights],
     index: int,
+    device: torch.device,
 ) -> tuple[LayerRefit, Streams]:
     """Return the layer's refit, and both models' hidden states after it; the layer is left with other attention."""
     h_T, h_S = streams
-    a_T = _through(lambda h: call.attend(layer, h, index), h_T)
-    added = layer.added(a_T)
+    a_T = _through(lambda h: call.attend(layer, h, index), h_T, device)
+    added = _through(layer.added, a_T, device)
     weight = token_weights(h_T + added, most=MOST_WEIGHT)
     if layer.attention_output_layernorm is not None:  # an error of the output counts as much as is added of it
         weight = weight * added.square().sum(-1) / a_T.square().sum(-1).clamp_min(1e-30)
     refit = LayerRefit()
     if recipe.inputs > 0 and index > 0:  # the first layer's inputs are the source's
         read = layer.attention_input
-        rows = ((read(t), read(s), w) for t, s, w in _batches(h_T, h_S, weight))
+        rows = ((read(t), read(s), w) for t, s, w in _batches(device, h_T, h_S, weight))
         refit = replace(refit, key_value=_refit_inputs(source.attention(index), rows, recipe.inputs))
-    h_T = _through(lambda h: call(layer, h, index), h_T)
+    h_T = _through(lambda h: call(layer, h, index), h_T, device)
 
     weights = convert(index, refit)
-    layer.self_attn = converted = ConvertedAttention(weights, source.spec)
+    layer.self_attn = converted = ConvertedAttention(weights, source.spec).to(device)
     if recipe.outputs > 0:
         rows = (
-            (t, converted.heads(lambda s=s: call.attend(layer, s, index)), w) for t, s, w in _batches(a_T, h_S, weight)
+            (t, converted.heads(lambda s=s: call.attend(layer, s, index)), w)
+            for t, s, w in _batches(device, a_T, h_S, weight)
         )
         refit = replace(refit, output=_refit_output(weights, rows, recipe.outputs))
-        layer.self_attn = converted = ConvertedAttention(refit.converted(weights), source.spec)
+        layer.self_attn = converted = ConvertedAttention(refit.converted(weights), source.spec).to(device)
     outputs: list[Tensor] = []
-    converted.register_forward_hook(lambda _module, _given, found: outputs.append(found[0]))
-    h_S = _through(lambda h: call(layer, h, index), h_S)
+    converted.register_forward_hook(lambda _module, _given, found: outputs.append(found[0].cpu()))
+    h_S = _through(lambda h: call(layer, h, index), h_S, device)
     missed = (torch.cat(outputs) - a_T).double().square().sum(-1) * weight
     energy = a_T.double().square().sum(-1) * weight
     error = (missed.sum() / energy.sum()).item() if energy.sum() > 0 else 0.0
@@ -188,7 +192,7 @@ class ConvertedAttention(nn.Module):
         **_: Any,
     ) -> tuple[Float[Tensor, "B S D"], Tensor | None]:
         """Return the attention's output; the mask is transformers', positions count from 0."""
-        positions = torch.arange(hidden_states.shape[1])[None]
+        positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
         turns = self.rotary_emb(positions, hidden_states.dtype)[0]
         return self.attention(hidden_states, turns, attention_mask, score_bias=score_bias)
 
@@ -217,7 +221,8 @@ def _refit_inputs(
         stacked = torch.cat((stacked, torch.cat(biases).flatten()[:, None]), dim=1)
         rows = ((_with_one(t), _with_one(s), w) for t, s, w in rows)
     inputs, moment = _moments(rows)
-    return ridge_refit(stacked, stacked.double() @ inputs, moment, ridge=ridge)
+    stacked = stacked.to(inputs.device)
+    return ridge_refit(stacked, stacked.double() @ inputs, moment, ridge=ridge).cpu()
 
 
 def _refit_output(weights: MLAWeights, rows: Iterable[tuple[Tensor, ...]], ridge: float) -> Float[Tensor, "D I1"]:
@@ -226,7 +231,8 @@ def _refit_output(weights: MLAWeights, rows: Iterable[tuple[Tensor, ...]], ridge
     if weights.b_o is not None:
         output = torch.cat((output, weights.b_o.float()[:, None]), dim=1)
         rows = ((t, _with_one(u), w) for t, u, w in rows)
-    return ridge_refit(output, *_moments(rows), ridge=ridge)
+    cross, moment = _moments(rows)
+    return ridge_refit(output.to(moment.device), cross, moment, ridge=ridge).cpu()
 
 
 def _moments(rows: Iterable[tuple[Tensor, ...]]) -> tuple[Float[Tensor, "J I"], Float[Tensor, "I I"]]:
@@ -245,9 +251,12 @@ def _with_one(x: Float[Tensor, "B S I"]) -> Float[Tensor, "B S I1"]:
     return torch.cat((x, x.new_ones(*x.shape[:2], 1)), dim=-1)
 
 
-def _batches(*rows: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    return zip(*(part.split(_BATCH) for part in rows), strict=True)
+def _batches(device: torch.device, *rows: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Some contexts at a time, on the device."""
+    for parts in zip(*(part.split(_BATCH) for part in rows), strict=True):
+        yield tuple(part.to(device) for part in parts)
 
 
-def _through(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    return torch.cat([function(part) for part in rows.split(_BATCH)])
+def _through(function: Callable[[Tensor], Tensor], rows: Tensor, device: torch.device) -> Tensor:
+    """What a function on the device makes of rows on the CPU, some contexts at a time."""
+    return torch.cat([function(part.to(device)).cpu() for part in rows.split(_BATCH)])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mla_convert.calibrate.statistics import Statistics, is_statistics, load_statistics
+from mla_convert.devices import computing_devices
 from mla_convert.errors import UsageError
 from mla_convert.plan import ConversionPlan
 from mla_convert.recipe import Recipe
@@ -37,6 +38,7 @@ class ConvertRequest:
     save_statistics: Path | None = None
     max_shard_size: str = "5GB"
     low_memory: bool | None = None
+    devices: tuple[str, ...] = ()
 
 
 def check_request(request: ConvertRequest, planned: ConversionPlan) -> None:
@@ -46,6 +48,7 @@ def check_request(request: ConvertRequest, planned: ConversionPlan) -> None:
         UsageError: they contradict each other, or a file that is read or kept is one that would be replaced.
     """
     recipe = planned.recipe
+    computing_devices(request.devices)
     _check_files(request, recipe)
     if request.statistics is not None and not request.calibration and (recipe.refits or recipe.heal is not None):
         raise UsageError(

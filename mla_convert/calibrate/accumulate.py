@@ -118,6 +118,12 @@ class LayerAccumulator:
         cos, sin = rho.real.to(query.dtype), rho.imag.to(query.dtype)
         return torch.cat((real * cos + imaginary * sin, imaginary * cos - real * sin), dim=-1)
 
+    def add(self, other: LayerAccumulator) -> None:
+        """Add the sums of another, of other contexts; `constants` are the same in both, or in neither."""
+        for name, value in vars(other).items():
+            if name != "constants":
+                setattr(self, name, getattr(self, name) + value)
+
     def statistics(self) -> LayerStatistics:
         """The sums so far."""
         gradients = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from threading import Event
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mla_convert.calibrate.accumulate import LayerAccumulator
+from mla_convert.calibrate.parallel import Stage, Steps, on_each, shares
 from mla_convert.calibrate.recorder import LayerRecorder, calibration_attention
 from mla_convert.calibrate.statistics import LayerStatistics
 from mla_convert.errors import SourceError, StatisticsError
@@ -32,11 +35,15 @@ CONSTANT_DAMPING = 0.3
 # each is among them.
 HELD_OUT_EVERY = 7
 
+# What a context's backward pass is for; those of CONTENT need the constants.
+CONTENT = ("content", "held_out")
+BACKWARD = ("pairs", *CONTENT)
+
 _CHECK_SOURCE = "check the source's weights; `mla-convert evaluate SOURCE` shows whether it answers at all"
 
 
 def collect(
-    model: Any,
+    models: Any,
     spec: SourceSpec,
     windows: Int[Tensor, "n S"],
     *,
@@ -46,7 +53,7 @@ def collect(
     noise: Int[Tensor, "m S"] | None = None,
     progress: Progress | None = None,
 ) -> tuple[LayerStatistics, ...]:
-    """Run `model` over the token contexts and return the moments of every layer.
+    """Run the model over the token contexts and return the moments of every layer.
 
     With `gradients` the loss is the cross-entropy on labels sampled from the model's own predictions, so that the
     gradients' second moment is the Fisher information and not its empirical namesake (Kunstner et al., 2019,
@@ -55,7 +62,9 @@ def collect(
     converted model. The model's parameters keep no gradients.
 
     Args:
-        model: a transformers decoder whose attention goes through the attention interface; in evaluation mode.
+        models: a transformers decoder whose attention goes through the attention interface, in evaluation mode; or
+            several of them with the same weights, on devices that share the contexts. The labels do not depend on how
+            many, and the sums only in the order in which floats are added.
         windows: token ids, contexts of equal length from position 0.
         held_out: set some of the contexts aside, whose moments and content gradients are kept apart and count nowhere
             else; only with `gradients`.
@@ -65,25 +74,56 @@ def collect(
         SourceError: the source's activations or gradients are not finite.
         StatisticsError: there are too few contexts to set one aside.
     """
-    progress = progress or silent
-    accumulators = [LayerAccumulator(spec) for _ in range(spec.num_layers)]
+    replicas = models if isinstance(models, Sequence) else (models,)
     stages = stages_of(len(windows), gradients, held_out)
     contexts = windows if noise is None else torch.cat((windows, noise))
     stages += [("noise", i) for i in range(len(windows), len(contexts))]
-    with _recording(model, spec, windows.shape[1], accumulators) as recorders:
-        for done, (stage, i) in enumerate(stages):
-            if stage in ("content", "held_out") and accumulators[0].constants is None:
-                fit_constants(accumulators, spec)
-            for recorder in recorders:
-                recorder.begin(stage)
-            backward = stage in ("pairs", "content", "held_out")
-            run_context(model, contexts[i : i + 1], backward, sampling(seed, i))
-            for recorder in recorders:
-                recorder.finish()
-            progress("calibrate", done + 1, len(stages))
-    for i, accumulator in enumerate(accumulators):
+    sums = [[LayerAccumulator(spec) for _ in range(spec.num_layers)] for _ in replicas]
+    steps = Steps(progress or silent, "calibrate", len(stages))
+    with ExitStack() as stack:
+        recorders = [
+            stack.enter_context(_recording(model, spec, windows.shape[1], of))
+            for model, of in zip(replicas, sums, strict=True)
+        ]
+        for part in parts_of(stages):
+            if any(stage in CONTENT for stage, _ in part):
+                fit_constants(sums, spec)
+            dealt = shares(part, len(replicas))
+
+            def work(device: int, stop: Event, dealt: list[list[Stage]] = dealt) -> None:
+                for stage, i in dealt[device]:
+                    if stop.is_set():
+                        return
+                    for recorder in recorders[device]:
+                        recorder.begin(stage)
+                    run_context(replicas[device], contexts[i : i + 1], stage in BACKWARD, sampling(seed, i))
+                    for recorder in recorders[device]:
+                        recorder.finish()
+                    steps.step()
+
+            on_each(len(replicas), work)
+    for i, accumulator in enumerate(total(sums)):
         check_finite(i, accumulator)
-    return tuple(accumulator.statistics() for accumulator in accumulators)
+    return tuple(accumulator.statistics() for accumulator in total(sums))
+
+
+def parts_of(stages: Sequence[Stage]) -> list[list[Stage]]:
+    """Divide stages where all before must be done on every device: the constants are fitted to all pair gradients."""
+    first = next((i for i, (stage, _) in enumerate(stages) if stage in CONTENT), len(stages))
+    return [list(part) for part in (stages[:first], stages[first:]) if part]
+
+
+def total(sums: Sequence[list[LayerAccumulator]]) -> list[LayerAccumulator]:
+    """Return each layer's sums over devices; those of a single device as they are."""
+    if len(sums) == 1:
+        return sums[0]
+    found = []
+    for layer in zip(*sums, strict=True):
+        both = copy(layer[0])
+        for other in layer[1:]:
+            both.add(other)
+        found.append(both)
+    return found
 
 
 def check_finite(layer: int, accumulator: LayerAccumulator) -> None:
@@ -97,7 +137,7 @@ def sampling(seed: int, context: int) -> torch.Generator:
     return torch.Generator(device="cpu").manual_seed((seed * 1_000_003 + context) % 2**63)
 
 
-def stages_of(count: int, gradients: bool, held_out: bool) -> list[tuple[str, int]]:
+def stages_of(count: int, gradients: bool, held_out: bool) -> list[Stage]:
     """Return what each of `count` contexts is run for, and its place.
 
     Raises:
@@ -117,18 +157,19 @@ def stages_of(count: int, gradients: bool, held_out: bool) -> list[tuple[str, in
     return [("pairs" if i < first else "held_out" if i in aside else "content", i) for i in range(count)]
 
 
-def fit_constants(accumulators: list[LayerAccumulator], spec: SourceSpec) -> None:
-    """Fit the constants that replace rotations to the pair gradients so far."""
+def fit_constants(sums: Sequence[list[LayerAccumulator]], spec: SourceSpec) -> None:
+    """Fit the constants that replace rotations to the pair gradients so far, of all devices, and give them to each."""
     turning = spec.rope.dim // 2
-    for accumulator in accumulators:
+    for i, accumulator in enumerate(total(sums)):
         fitted = substitute_rotation(
             accumulator.pair_moment(),
             spec.num_kv_heads,
             damping=CONSTANT_DAMPING,
             towards=accumulator.statistics().mean_rotation,
         )
-        accumulator.constants = fitted.constants
-        accumulator.constants[:, turning:] = 1.0  # what never turned is replaced by itself
+        fitted.constants[:, turning:] = 1.0  # what never turned is replaced by itself
+        for device in sums:
+            device[i].constants = fitted.constants
 
 
 def run_context(model: Any, window: Int[Tensor, "1 S"], backward: bool, generator: torch.Generator) -> None:

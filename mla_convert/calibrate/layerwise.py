@@ -10,11 +10,12 @@ Every layer that is done lies in a file, and a run that was killed goes on after
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from threading import Event
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -22,13 +23,18 @@ from torch import Tensor
 
 from mla_convert.calibrate.accumulate import LayerAccumulator
 from mla_convert.calibrate.collect import (
+    BACKWARD,
+    CONTENT,
     check_finite,
     fit_constants,
     loss_gradient_at_hidden,
+    parts_of,
     recording_attention,
     sampling,
     stages_of,
+    total,
 )
+from mla_convert.calibrate.parallel import Stage, Steps, on_each, shares
 from mla_convert.calibrate.recorder import LayerRecorder
 from mla_convert.calibrate.rows import RowFile
 from mla_convert.calibrate.statistics import Provenance, Statistics, StoredLayers, save_statistics
@@ -37,11 +43,9 @@ from mla_convert.progress import Progress, silent
 from mla_convert.sources.streamed import StreamedDecoder
 from mla_convert.spec import SourceSpec
 
-BACKWARD = ("pairs", "content", "held_out")
-
 
 def collect_layerwise(
-    decoder: StreamedDecoder,
+    decoders: Sequence[StreamedDecoder],
     spec: SourceSpec,
     windows: Int[Tensor, "n S"],
     provenance: Provenance,
@@ -56,6 +60,7 @@ def collect_layerwise(
     layers, or with gradients of all. What is there already must be of the same provenance, or is replaced.
 
     Args:
+        decoders: the source's, on every device that is to share the contexts.
         provenance: of the statistics: the seed, and whether to take gradients and to hold contexts out.
         noise: contexts of uniformly drawn tokens, of the same length.
 
@@ -64,13 +69,13 @@ def collect_layerwise(
         SourceError: the source's activations or gradients are not finite.
         StatisticsError: there are too few contexts to set one aside, or statistics cannot be written.
     """
-    return _Run(decoder, spec, windows, provenance, folder, noise, progress or silent).collect()
+    return _Run(decoders, spec, windows, provenance, folder, noise, progress or silent).collect()
 
 
 class _Run:
     def __init__(
         self,
-        decoder: StreamedDecoder,
+        decoders: Sequence[StreamedDecoder],
         spec: SourceSpec,
         windows: Tensor,
         provenance: Provenance,
@@ -78,19 +83,21 @@ class _Run:
         noise: Tensor | None,
         progress: Progress,
     ) -> None:
-        self.decoder, self.spec, self.provenance, self.folder = decoder, spec, provenance, folder
+        self.decoders, self.spec, self.provenance, self.folder = decoders, spec, provenance, folder
         self.contexts = windows if noise is None else torch.cat((windows, noise))
-        self.stages: list[tuple[str, int]] = stages_of(len(windows), provenance.gradients, provenance.held_out)
+        self.stages: list[Stage] = stages_of(len(windows), provenance.gradients, provenance.held_out)
         self.stages += [("noise", i) for i in range(len(windows), len(self.contexts))]
         self.stored = StoredLayers(folder, spec.num_layers, provenance)
         sweeps = 2 if provenance.gradients else 1
-        self._report, self._done, self._total = progress, 0, sweeps * spec.num_layers * len(self.contexts)
+        self._steps = Steps(progress, "calibrate", sweeps * spec.num_layers * len(self.contexts))
 
     def collect(self) -> StoredLayers:
         self._claim()
         if not all(self.stored.has(i) for i in range(self.spec.num_layers)):
-            with recording_attention(self.decoder.model), torch.no_grad():
-                self.arguments = self._arguments()
+            with ExitStack() as stack, torch.no_grad():
+                for decoder in self.decoders:
+                    stack.enter_context(recording_attention(decoder.model))
+                self.arguments = [self._arguments(decoder) for decoder in self.decoders]
                 (self._with_gradients if self.provenance.gradients else self._forward_only)()
         for index in range(self.spec.num_layers + 1):
             self._hidden(index).remove()
@@ -112,15 +119,11 @@ class _Run:
                 f"cannot write {self.folder}: {error.strerror or error}", "free some disk space, or choose another OUT"
             ) from error
 
-    def _arguments(self) -> Sequence[dict[str, Any]]:
+    def _arguments(self, decoder: StreamedDecoder) -> Sequence[dict[str, Any]]:
         """What each layer is called with: all contexts are equally long and start at position 0."""
-        length, device = self.contexts.shape[1], self._device
+        length, device = self.contexts.shape[1], decoder.device
         positions = torch.arange(length, device=device)[None]
-        return self.decoder.model.model.layer_arguments(torch.empty(1, length, 0, device=device), None, positions)
-
-    @property
-    def _device(self) -> torch.device:
-        return cast("Tensor", self.decoder.model.model.rotary_emb.inv_freq).device
+        return decoder.model.model.layer_arguments(torch.empty(1, length, 0, device=device), None, positions)
 
     def _forward_only(self) -> None:
         first = 0
@@ -130,7 +133,7 @@ class _Run:
             first = 0
         if first == 0:
             self._embed()
-        self._done = first * len(self.contexts)
+        self._steps.done = first * len(self.contexts)
         for i in range(first, self.spec.num_layers):
             self._pass(i, record=True)
             self._hidden(i).remove()
@@ -149,7 +152,7 @@ class _Run:
             for i in range(ready, count):
                 self._pass(i, record=False)
             self._gradients_at_the_end()
-        self._done = (2 * count - 1 - last) * len(self.contexts)
+        self._steps.done = (2 * count - 1 - last) * len(self.contexts)
         for i in range(last, -1, -1):
             self._backward(i)
             self._gradient(i + 1).remove()
@@ -157,36 +160,59 @@ class _Run:
 
     def _embed(self) -> None:
         with self._hidden(0).writing() as rows:
-            for i, row in enumerate(self.decoder.embed(self.contexts)):
+            for i, row in enumerate(self.decoders[0].embed(self.contexts)):
                 rows.write(i, row)
 
     def _pass(self, index: int, *, record: bool) -> None:
         """Write the layer's outputs, the next one's inputs; with `record` its statistics too."""
-        accumulator = LayerAccumulator(self.spec)
         inputs = self._hidden(index)
-        with self._recorded(index, accumulator) as (layer, recorder), self._hidden(index + 1).writing() as outputs:
-            for stage, i in self.stages if record else [("plain", i) for i in range(len(self.contexts))]:
-                recorder.begin(stage)
-                outputs.write(i, layer(inputs.read(i).to(self._device), **self.arguments[index]))
-                self._step()
+        stages = self.stages if record else [("plain", i) for i in range(len(self.contexts))]
+        with self._recorded(index) as recorded, self._hidden(index + 1).writing() as outputs:
+
+            def run(at: _Recorded, stage: str, i: int) -> None:
+                outputs.write(i, at.layer(inputs.read(i).to(at.device), **at.arguments))
+
+            self._on_each(recorded, stages, run)
         if record:
-            self._keep(index, accumulator)
+            self._keep(index, recorded)
+
+    def _on_each(self, recorded: Sequence[_Recorded], stages: Sequence[Stage], run: _Context) -> None:
+        """Run the stages' contexts, dealt out to the devices."""
+        dealt = shares(stages, len(recorded))
+
+        def work(device: int, stop: Event) -> None:
+            at = recorded[device]
+            with torch.no_grad():  # which is each thread's own
+                for stage, i in dealt[device]:
+                    if stop.is_set():
+                        return
+                    at.recorder.begin(stage)
+                    run(at, stage, i)
+                    self._steps.step()
+
+        on_each(len(recorded), work)
 
     @contextmanager
-    def _recorded(self, index: int, accumulator: LayerAccumulator) -> Iterator[tuple[Any, LayerRecorder]]:
-        """Within it, the layer has its weights and a recorder."""
-        recorder = LayerRecorder(self.spec, index, self.contexts.shape[1], self._device, accumulator)
-        with self.decoder.layer(index) as layer:
-            layer.self_attn.calibration_recorder = recorder
+    def _recorded(self, index: int) -> Iterator[list[_Recorded]]:
+        """Within it, the layer has its weights and a recorder on every device."""
+        recorded: list[_Recorded] = []
+        with ExitStack() as stack:
+            for decoder, arguments in zip(self.decoders, self.arguments, strict=True):
+                sums, device = LayerAccumulator(self.spec), decoder.device
+                recorder = LayerRecorder(self.spec, index, self.contexts.shape[1], device, sums)
+                layer = stack.enter_context(decoder.layer(index))
+                layer.self_attn.calibration_recorder = recorder
+                recorded.append(_Recorded(layer, arguments[index], recorder, device))
             try:
-                yield layer, recorder
+                yield recorded
             finally:
-                del layer.self_attn.calibration_recorder  # and the moments that it holds
+                for at in recorded:
+                    del at.layer.self_attn.calibration_recorder
 
     def _gradients_at_the_end(self) -> None:
         """Write the loss's gradients at the last layer's outputs."""
         outputs = self._hidden(self.spec.num_layers)
-        with self.decoder.head() as model, self._gradient(self.spec.num_layers).writing() as gradients:
+        with self.decoders[0].head() as model, self._gradient(self.spec.num_layers).writing() as gradients:
             for i in sorted({i for stage, i in self.stages if stage in BACKWARD}):
                 hidden = outputs.read(i).to(model.lm_head.weight.device).requires_grad_(True)
                 with torch.enable_grad():
@@ -197,27 +223,29 @@ class _Run:
 
     def _backward(self, index: int) -> None:
         """Record a layer, whose inputs and whose outputs' gradients are known; write the gradients at its inputs."""
-        accumulator = LayerAccumulator(self.spec)
         inputs, at_outputs = self._hidden(index), self._gradient(index + 1)
-        with self._recorded(index, accumulator) as (layer, recorder), self._gradient(index).writing() as gradients:
-            for stage, i in self.stages:
-                if stage in ("content", "held_out") and accumulator.constants is None:
-                    fit_constants([accumulator], self.spec)
-                recorder.begin(stage)
-                hidden = inputs.read(i).to(self._device)
-                if stage not in BACKWARD:
-                    layer(hidden, **self.arguments[index])
-                else:
-                    hidden.requires_grad_(True)
-                    with torch.enable_grad():
-                        layer(hidden, **self.arguments[index]).backward(at_outputs.read(i).to(self._device))
-                    recorder.finish()
-                    gradients.write(i, _gradient_of(hidden))
-                self._step()
-            gradients.extend(len(self.contexts))
-        self._keep(index, accumulator)
+        with self._recorded(index) as recorded, self._gradient(index).writing() as gradients:
 
-    def _keep(self, index: int, accumulator: LayerAccumulator) -> None:
+            def run(at: _Recorded, stage: str, i: int) -> None:
+                hidden = inputs.read(i).to(at.device)
+                if stage not in BACKWARD:
+                    at.layer(hidden, **at.arguments)
+                    return
+                hidden.requires_grad_(True)
+                with torch.enable_grad():
+                    at.layer(hidden, **at.arguments).backward(at_outputs.read(i).to(at.device))
+                at.recorder.finish()
+                gradients.write(i, _gradient_of(hidden))
+
+            for part in parts_of(self.stages):
+                if any(stage in CONTENT for stage, _ in part):
+                    fit_constants([[at.recorder.accumulator] for at in recorded], self.spec)
+                self._on_each(recorded, part, run)
+            gradients.extend(len(self.contexts))
+        self._keep(index, recorded)
+
+    def _keep(self, index: int, recorded: Sequence[_Recorded]) -> None:
+        [accumulator] = total([[at.recorder.accumulator] for at in recorded])
         check_finite(index, accumulator)
         layer = Statistics((accumulator.statistics(),), self.provenance)
         save_statistics(layer, self.stored.path(index))
@@ -234,9 +262,19 @@ class _Run:
         n, length = self.contexts.shape
         return RowFile(self.folder / f"{kind}.{index:05d}.f32", (n, length, self.spec.hidden_size))
 
-    def _step(self) -> None:
-        self._done += 1
-        self._report("calibrate", self._done, self._total)
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A layer on one device, what it is called with beside its input, and what notes its attention."""
+
+    layer: Any
+    arguments: dict[str, Any]
+    recorder: LayerRecorder
+    device: torch.device
+
+
+# What is done with a context: on which device, for which stage, and its place.
+_Context = Callable[[_Recorded, str, int], None]
 
 
 def _gradient_of(hidden: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class RowWriter:
 
     def write(self, context: int, rows: Float[Tensor, "1 S D"]) -> None:
         """Write one context; an OSError is the caller's."""
-        view = memoryview(rows.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        view = memoryview(rows.detach().float().cpu().contiguous().numpy().tobytes())
         place = context * self._size
         while view:
             written = os.pwrite(self._descriptor, view, place)

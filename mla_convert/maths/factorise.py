@@ -39,7 +39,8 @@ def factorise_joint(
     """Return the rank-`rank` projection minimising E‖A^½ (y - up down y)‖² under y's second moment.
 
     The optimum is U = the top eigenvectors of A^½ E[y y^T] A^½, down = U^T A^½ and up = A^(-½) U (two-sided whitening;
-    with A the identity it is the PCA of SVD-LLM, arXiv:2403.07378, and CARE); any other root of A gives the same two. At full rank up·down is the identity.
+    with A the identity it is the PCA of SVD-LLM, arXiv:2403.07378, and CARE); any other root of A gives the same two.
+    At full rank up·down is the identity.
 
     Given the latent c = down y, `up` is the least-squares solution E[y c^T] E[c c^T]^(-1), whatever the metric, so that
     refitting W_UK and W_UV under the same moment changes nothing. What is left of a key is uncorrelated with c; where

@@ -36,7 +36,7 @@ class AttentionWeights:
     key_norm: Float[Tensor, "G K"] | None = None
     norm_scope: Literal["head", "all"] = "head"
 
-    def to(self, dtype: torch.dtype, device: str = "cpu") -> AttentionWeights:
+    def to(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> AttentionWeights:
         """The same layer with every tensor in `dtype` on `device`."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "norm_scope"}
         return replace(self, **{name: t.to(device, dtype) for name, t in tensors.items() if t is not None})

@@ -91,7 +91,7 @@ class GroupedAttention(nn.Module):
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-def load_decoder(source: Source, *, dtype: torch.dtype, device: str = "cpu") -> MLAForCausalLM:
+def load_decoder(source: Source, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> MLAForCausalLM:
     """Return the native model around the source's own attention, in evaluation mode, filled tensor by tensor.
 
     Its config describes what is around the attention, and not the attention, which is no latent one: the model can run,
@@ -112,7 +112,7 @@ def load_decoder(source: Source, *, dtype: torch.dtype, device: str = "cpu") -> 
     return model
 
 
-def empty_decoder(spec: SourceSpec, dtype: torch.dtype, device: str = "cpu") -> MLAForCausalLM:
+def empty_decoder(spec: SourceSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> MLAForCausalLM:
     """Return the model of :func:`load_decoder` on the meta device, but for its frequencies.
 
     Raises:
@@ -130,7 +130,7 @@ def fill_decoder(
     source: Source,
     layer: int | None,
     dtype: torch.dtype,
-    device: str = "cpu",
+    device: torch.device | str = "cpu",
     names: Container[str] | None = None,
 ) -> None:
     """Read what a layer of the source is, or for None what is outside its layers, into an empty decoder.

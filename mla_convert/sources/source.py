@@ -107,7 +107,7 @@ class Source:
             device=device,
         )
 
-    def load_decoder(self, *, dtype: torch.dtype, device: str = "cpu") -> MLAForCausalLM:
+    def load_decoder(self, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> MLAForCausalLM:
         """The source as the native model around its own attention: the same modules whatever its family.
 
         See :func:`~mla_convert.sources.decoder.load_decoder`.

@@ -23,13 +23,14 @@ class StreamedDecoder:
     a text needs, or of the output head.
 
     Attributes:
+        device: where the weights are read to.
         model: the decoder, on the meta device but for its frequencies and for what is at work.
     """
 
-    def __init__(self, source: Source, device: str = "cpu") -> None:
+    def __init__(self, source: Source, device: torch.device | str = "cpu") -> None:
         self._source = source
-        self._device = device
-        self.model = empty_decoder(source.spec, torch.float32, device)
+        self.device = torch.device(device)
+        self.model = empty_decoder(source.spec, torch.float32, self.device)
         self.model.requires_grad_(False)
 
     @torch.no_grad()
@@ -40,13 +41,13 @@ class StreamedDecoder:
         for name, part in self._source.copied(None):
             if part.target == "model.embed_tokens.weight":
                 rows = part.take(self._source.tensor(name))[used]
-                inner.embed_tokens.weight = nn.Parameter(rows.to(self._device, torch.float32), requires_grad=False)
+                inner.embed_tokens.weight = nn.Parameter(rows.to(self.device, torch.float32), requires_grad=False)
         beside = ("embed_positions", "embed_norm")
         others = {f"model.{name}" for name, _ in inner.named_parameters() if name.startswith(beside)}
-        fill_decoder(self.model, self._source, None, torch.float32, self._device, others)
-        positions = torch.arange(tokens.shape[1], device=self._device)[None]
+        fill_decoder(self.model, self._source, None, torch.float32, self.device, others)
+        positions = torch.arange(tokens.shape[1], device=self.device)[None]
         for row in places.split(1):
-            yield inner.embed(inner.embed_tokens(row.to(self._device)), positions)
+            yield inner.embed(inner.embed_tokens(row.to(self.device)), positions)
         for module in (inner.embed_tokens, inner.embed_positions, inner.embed_norm):
             if module is not None:
                 module.to("meta")
@@ -54,7 +55,7 @@ class StreamedDecoder:
     @contextmanager
     def layer(self, index: int) -> Iterator[Any]:
         """Within it, the layer has its weights."""
-        fill_decoder(self.model, self._source, index, torch.float32, self._device)
+        fill_decoder(self.model, self._source, index, torch.float32, self.device)
         layer = self.model.model.layers[index]
         layer.requires_grad_(False)
         try:
@@ -73,7 +74,7 @@ class StreamedDecoder:
         if tied:  # the rows of the last text may be there still
             shape = self._source.spec.vocab_size, self._source.spec.hidden_size
             self.model.model.embed_tokens.weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
-        fill_decoder(self.model, self._source, None, torch.float32, self._device, names)
+        fill_decoder(self.model, self._source, None, torch.float32, self.device, names)
         if tied:
             self.model.lm_head.weight = self.model.model.embed_tokens.weight
         self.model.model.norm.requires_grad_(False)

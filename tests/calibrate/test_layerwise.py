@@ -61,7 +61,7 @@ def provenance(**changes: Any) -> Provenance:
 
 def layerwise(source: Source, folder: Path, count: int = 10, noise: Tensor | None = None, **how: Any) -> StoredLayers:
     return collect_layerwise(
-        StreamedDecoder(source), source.spec, contexts(count), provenance(**how), folder, noise=noise
+        [StreamedDecoder(source)], source.spec, contexts(count), provenance(**how), folder, noise=noise
     )
 
 
@@ -106,11 +106,11 @@ def test_hidden_states_of_another_text_are_not_taken_up(llama: Source, tmp_path:
 
     how = provenance(gradients=True)
     with pytest.raises(KeyboardInterrupt):
-        collect_layerwise(StreamedDecoder(llama), llama.spec, contexts(10), how, tmp_path / "one", progress=stop)
+        collect_layerwise([StreamedDecoder(llama)], llama.spec, contexts(10), how, tmp_path / "one", progress=stop)
     other = provenance(gradients=True, text_digest="another")
     texts = contexts(10, seed=1)
-    found = collect_layerwise(StreamedDecoder(llama), llama.spec, texts, other, tmp_path / "one")
-    expected = collect_layerwise(StreamedDecoder(llama), llama.spec, texts, other, tmp_path / "two")
+    found = collect_layerwise([StreamedDecoder(llama)], llama.spec, texts, other, tmp_path / "one")
+    expected = collect_layerwise([StreamedDecoder(llama)], llama.spec, texts, other, tmp_path / "two")
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine.key_value, theirs.key_value)
 
@@ -122,7 +122,7 @@ def test_forward_only_never_holds_the_states_of_more_than_two_layers(llama: Sour
         nonlocal most
         most = max(most, len(list(tmp_path.glob("hidden.*"))))
 
-    collect_layerwise(StreamedDecoder(llama), llama.spec, contexts(3), provenance(), tmp_path, progress=look)
+    collect_layerwise([StreamedDecoder(llama)], llama.spec, contexts(3), provenance(), tmp_path, progress=look)
     assert most == 2
 
 
@@ -145,11 +145,11 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_sums(
     folder = tmp_path / "stopped"
     how = provenance(gradients=gradients)
     with pytest.raises(KeyboardInterrupt):
-        collect_layerwise(StreamedDecoder(llama), llama.spec, contexts(10), how, folder, progress=stop)
+        collect_layerwise([StreamedDecoder(llama)], llama.spec, contexts(10), how, folder, progress=stop)
     assert not list(folder.glob("*.partial-*"))
     seen: list[int] = []
     found = collect_layerwise(
-        StreamedDecoder(llama), llama.spec, contexts(10), how, folder,
+        [StreamedDecoder(llama)], llama.spec, contexts(10), how, folder,
         progress=lambda _stage, done, _total: seen.append(done),
     )  # fmt: skip
     for i in range(4):
@@ -193,7 +193,7 @@ def test_rows_come_back_from_their_places(tmp_path: Path) -> None:
 def test_no_layer_that_is_done_is_held_on_to(llama: Source, tmp_path: Path) -> None:
     """Neither its weights nor its moments."""
     decoder = StreamedDecoder(llama)
-    collect_layerwise(decoder, llama.spec, contexts(3), provenance(gradients=True), tmp_path)
+    collect_layerwise([decoder], llama.spec, contexts(3), provenance(gradients=True), tmp_path)
     assert all(parameter.is_meta for parameter in decoder.model.parameters())
     for layer in decoder.model.model.layers:
         assert not hasattr(layer.self_attn, "calibration_recorder")
