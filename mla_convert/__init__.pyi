@@ -187,7 +187,10 @@ def export(
     verify: bool = True,
     python: str | PathLike[str] | None = None,
     dry_run: bool = False,
+    push_to_hub: str | None = None,
+    private: bool = False,
     overwrite: bool = False,
+    token: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Write a converted model in the form that an engine loads.
@@ -208,7 +211,11 @@ def export(
         verify: Load what was written in the engine and compare its answers with the model's.
         python: The interpreter of the environment that the engine is installed in.
         dry_run: Say what would be written and whether it is exact, and write nothing.
+        push_to_hub: Send OUT to this repository, owner/name, once it is written; see `mla-convert
+            push`.
+        private: Make the repository private; one that is public already is refused.
         overwrite: Replace OUT if it exists, once the new one is whole.
+        token: Access token for private and gated models on the hub.
         progress: Called as progress(stage, done, total) while it works.
 
     Returns:
@@ -301,6 +308,8 @@ def heal(
     gradient_checkpointing: bool = False,
     evaluate_every: int = 50,
     seed: int = 0,
+    push_to_hub: str | None = None,
+    private: bool = False,
     overwrite: bool = False,
     revision: str | None = None,
     token: str | None = None,
@@ -336,6 +345,9 @@ def heal(
         gradient_checkpointing: global: recompute activations, for less memory.
         evaluate_every: global: steps between checks on held-out text, and checkpoints.
         seed: Seed of the choice of contexts.
+        push_to_hub: Send OUT to this repository, owner/name, once it is written; see `mla-convert
+            push`.
+        private: Make the repository private; one that is public already is refused.
         overwrite: Replace OUT if it exists, once the new one is whole.
         revision: Branch, tag or commit of the model on the hub.
         token: Access token for private and gated models on the hub.

@@ -36,7 +36,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         "## Loading\n\n" + (_exported(record["export"]) if "export" in record else _loading(record["format"])),
         "## Cache\n\n" + _cache_table(record),
         "## Exactness\n\n" + _exactness(record),
-        "## Quality\n\n" + _quality(record["measurements"]),
+        "## Quality\n\n" + _quality(record),
         "## Recipe\n\n" + _recipe(record),
         "## Limits\n\n" + _limits(record),
     ]
@@ -57,7 +57,7 @@ def _front_matter(record: Mapping[str, Any]) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["mla-convert", "multi-head-latent-attention", "mla", "kv-cache"],
     }
-    if results := [_result(row) for row in record["measurements"] if row.get("perplexity") is not None]:
+    if results := [_result(row) for row in _own_measurements(record) if row.get("perplexity") is not None]:
         entries["model-index"] = [{"name": f"{_title(record['source']['ref'])}-mla", "results": results}]
     return "---\n" + yaml.safe_dump(entries, sort_keys=False, allow_unicode=True) + "---"
 
@@ -185,9 +185,24 @@ def _exactness(record: Mapping[str, Any]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _quality(measurements: Sequence[Mapping[str, Any]]) -> str:
-    if not measurements:
-        return "Not measured. `mla-convert evaluate` measures perplexity, and agreement with the source."
+def _own_measurements(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What was measured on the weights that the card is of, and not on those that an export rounded."""
+    before = record.get("export", {}).get("measured_before", [])
+    return [row for row in record["measurements"] if row not in before]
+
+
+def _quality(record: Mapping[str, Any]) -> str:
+    own = _own_measurements(record)
+    parts = [_measured_table(own)] if own else []
+    if before := [row for row in record["measurements"] if row not in own]:
+        stored = f"with its weights in {record['dtype']}, before they were written in {record['export']['dtype']}"
+        parts.append(f"Measured on the converted model {stored}:\n\n{_measured_table(before)}")
+    if not own:
+        parts.insert(0, "Not measured. `mla-convert evaluate` measures perplexity, and agreement with the source.")
+    return "\n\n".join(parts)
+
+
+def _measured_table(measurements: Sequence[Mapping[str, Any]]) -> str:
     columns = [(key, title) for key, title in _MEASURED_COLUMNS if any(key in row for row in measurements)]
     lines = [
         "| " + " | ".join(title for _, title in columns) + " |",

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # What `mla-convert absorb` makes of the weights, and makes again wherever the folder goes.
 DERIVED = ("absorbed.safetensors",)
 
+# In the remedies of what fails while files are sent.
+AGAIN = "run the same command again"
+
 _MAIN = "main"
 _OF_THE_HUB = ".gitattributes"  # every repository begins with one
 _SMALL = 2**24  # bytes; smaller files are asked about in one request
@@ -279,7 +282,7 @@ def _explained(error: Exception, repo: str, endpoint: str) -> HubError:
 
     if isinstance(error, OfflineModeIsEnabled):
         return HubError("HF_HUB_OFFLINE keeps the hub's client from the network", "unset HF_HUB_OFFLINE")
-    again = "run the same command again: what is stored already is not sent again"
+    again = f"{AGAIN}: what is stored already is not sent again"
     status, cause = _cause(error)
     said = next((line for line in map(str.strip, reversed(str(cause).splitlines())) if line), type(cause).__name__)
     if status is None:

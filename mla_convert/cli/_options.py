@@ -38,6 +38,15 @@ TokenOption = Annotated[
         show_default=False,
     ),
 ]
+PushOption = Annotated[
+    str | None,
+    typer.Option(
+        "--push-to-hub",
+        metavar="REPO",
+        help="Send OUT to this repository, owner/name, once it is written; see `mla-convert push`.",
+        show_default=False,
+    ),
+]
 PrivateOption = Annotated[
     bool, typer.Option("--private", help="Make the repository private; one that is public already is refused.")
 ]

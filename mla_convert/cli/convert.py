@@ -12,17 +12,17 @@ from mla_convert.cli._options import (
     JsonOption,
     OverwriteOption,
     PrivateOption,
+    PushOption,
     QuietOption,
     RevisionOption,
     SourceArgument,
     TokenOption,
     VerboseOption,
 )
-from mla_convert.cli.push import send, show_sent
+from mla_convert.cli._pushing import check_push, claim_for, push_written, show_sent
 
 if TYPE_CHECKING:
     from mla_convert.cli._console import Screen
-    from mla_convert.hub import Repository
     from mla_convert.plan import ConversionPlan
 
 CACHE_DTYPES = ("bfloat16", "float32")
@@ -117,14 +117,7 @@ def convert(
     bf16: Annotated[
         bool, typer.Option("--bf16", help="Heal in bfloat16, where the recipe heals and the hardware is fast at it.")
     ] = False,
-    push_to_hub: Annotated[
-        str | None,
-        typer.Option(
-            metavar="REPO",
-            help="Send OUT to this repository, owner/name, once it is written; see `mla-convert push`.",
-            show_default=False,
-        ),
-    ] = None,
+    push_to_hub: PushOption = None,
     private: PrivateOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
     overwrite: OverwriteOption = False,
@@ -178,19 +171,17 @@ def convert(
             return
         console.if_interrupted(f"nothing was kept, and nothing is left of {out}", out)
         console.silence_loading()
-        repository = None
-        if push_to_hub is not None:  # now, for a refusal after hours of work is worth less
+        if push_to_hub is not None:
             from mla_convert.export.folder import check_output
-            from mla_convert.hub import access_token, claim
 
             check_output(out, overwrite=overwrite)
-            repository = claim(push_to_hub, token=access_token(token), private=private)
+        repository = claim_for(push_to_hub, private=private, token=token)
         with console.progress() as progress:
             record = convert_and_heal(request, progress, bf16=bf16)
         facts |= {"layers": record["plan"]["layers"], "provisional": False}
         result = {"source": source, "out": str(out), "plan": facts, "record": record}
         if repository is not None:
-            result["pushed"] = _push(console, out, repository, token)
+            result["pushed"] = push_written(console, out, repository, token)
         console.result(result)
         _show_plan(console, source, facts)
         _show_errors(console, record)
@@ -198,36 +189,6 @@ def convert(
         _show_next(console, source, out)
         if repository is not None:
             show_sent(console, result["pushed"])
-
-
-def _push(console: Screen, out: Path, repository: Repository, token: str | None) -> dict[str, Any]:
-    """Send what was written; if that fails it stays, and the error says how to send it."""
-    from shlex import quote
-
-    from mla_convert.errors import HubError
-    from mla_convert.hub import access_token, prepare
-
-    try:
-        return send(console, prepare(out, repository.repo), repository, token=access_token(token))
-    except HubError as error:
-        command = f"mla-convert push {quote(str(out))} {quote(repository.repo)}"
-        raise HubError(f"{out} is written, but {error.message}", f"{error.remedy}; to send it: {command}") from error
-
-
-def check_push(push_to_hub: str | None, private: bool) -> None:
-    """Check the options that say where the result is sent, without a request.
-
-    Raises:
-        UsageError: the repository is not owner/name, or there is none to make private.
-    """
-    from mla_convert.errors import UsageError
-
-    if push_to_hub is not None:
-        from mla_convert.hub import check_repo
-
-        check_repo(push_to_hub)
-    elif private:
-        raise UsageError("--private is given without --push-to-hub", "add --push-to-hub owner/name")
 
 
 def check_sizes(cache: float | None, kv_rank: int | None, rope_dim: int | None) -> None:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mla_convert.cli._options import ConvertedArgument, JsonOption, OverwriteOption, QuietOption, VerboseOption
+from mla_convert.cli._options import (
+    ConvertedArgument,
+    JsonOption,
+    OverwriteOption,
+    PrivateOption,
+    PushOption,
+    QuietOption,
+    TokenOption,
+    VerboseOption,
+)
+from mla_convert.cli._pushing import check_push, claim_for, push_written, show_sent
 
 if TYPE_CHECKING:
     from mla_convert.cli._console import Screen
@@ -72,7 +82,10 @@ def export(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be written and whether it is exact, and write nothing.")
     ] = False,
+    push_to_hub: PushOption = None,
+    private: PrivateOption = False,
     overwrite: OverwriteOption = False,
+    token: TokenOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
@@ -84,9 +97,10 @@ def export(
     from mla_convert.cli._console import screen
 
     with screen(as_json=json, quiet=quiet, verbose=verbose) as screen_:
+        check_push(push_to_hub, private)
         from mla_convert.errors import UsageError
         from mla_convert.export.converted import open_converted
-        from mla_convert.export.exporting import export_model, export_section, plan_exports
+        from mla_convert.export.exporting import check_export, export_model, export_section, plan_exports
         from mla_convert.export.targets.target import ExportOptions
 
         if rope_dim is not None and rope_dim % 2:
@@ -103,6 +117,9 @@ def export(
                 "an export needs OUT and --target", "mla-convert export MODEL OUT --target vllm, or --dry-run"
             )
         screen_.silence_loading()
+        if push_to_hub is not None:
+            check_export(opened, out, target, options, verify=verify, python=python, overwrite=overwrite)
+        repository = claim_for(push_to_hub, private=private, token=token)
         with screen_.progress() as progress:
             done = export_model(
                 opened,
@@ -114,10 +131,19 @@ def export(
                 overwrite=overwrite,
                 progress=progress,
             )
-        screen_.result({"model": str(model), "out": str(out), **export_section(done.plan, done.verdict)})
+        result: dict[str, Any] = {
+            "model": str(model),
+            "out": str(out),
+            **export_section(done.plan, done.verdict),
+        }
+        if repository is not None:
+            result["pushed"] = push_written(screen_, out, repository, token)
+        screen_.result(result)
         _show(screen_, (done.plan,))
         screen_.line(f"wrote {out}")
         screen_.line("nothing was verified" if done.verdict is None else done.verdict.sentence())
+        if repository is not None:
+            show_sent(screen_, result["pushed"])
 
 
 def _show(out: Screen, plans: tuple[ExportPlan, ...]) -> None:

@@ -13,11 +13,14 @@ from mla_convert.cli._options import (
     ConvertedArgument,
     JsonOption,
     OverwriteOption,
+    PrivateOption,
+    PushOption,
     QuietOption,
     RevisionOption,
     TokenOption,
     VerboseOption,
 )
+from mla_convert.cli._pushing import check_push, claim_for, push_written, show_sent
 
 if TYPE_CHECKING:
     from mla_convert.cli._console import Screen
@@ -88,6 +91,8 @@ def heal(
         int, typer.Option(metavar="N", min=1, help="global: steps between checks on held-out text, and checkpoints.")
     ] = 50,
     seed: Annotated[int, typer.Option(metavar="N", min=0, max=2**32 - 1, help="Seed of the choice of contexts.")] = 0,
+    push_to_hub: PushOption = None,
+    private: PrivateOption = False,
     overwrite: OverwriteOption = False,
     revision: RevisionOption = None,
     token: TokenOption = None,
@@ -106,8 +111,9 @@ def heal(
     if not 0 < layer_rate < 1:
         raise UsageError(f"--layer-rate {layer_rate} is not between 0 and 1", "give for example --layer-rate 0.003")
     with screen(as_json=json, quiet=quiet, verbose=verbose) as console:
+        check_push(push_to_hub, private)
         from mla_convert.heal.distil_settings import DistilSettings
-        from mla_convert.heal.healing import HealRequest, TextSettings
+        from mla_convert.heal.healing import HealRequest, TextSettings, check_heal, is_writer
         from mla_convert.heal.healing import heal as heal_model
         from mla_convert.heal.layers import LayerSettings
 
@@ -148,6 +154,8 @@ def heal(
             token=token,
             overwrite=overwrite,
         )
+        check_heal(request)
+        repository = claim_for(push_to_hub, private=private, token=token) if is_writer() else None
         with console.progress() as progress:
             result = heal_model(request, progress)
         layers: list[dict[str, Any]] = [vars(layer) for layer in result.layers]
@@ -158,21 +166,24 @@ def heal(
                 "best_step": result.distil.best_step,
                 "held_out_kl": {str(step): value for step, value in result.distil.held_out.items()},
             }
-        console.result(
-            {
-                "model": str(model),
-                "out": str(out),
-                "layers": layers,
-                "global": course,
-                "timings": dict(result.timings),
-            }
-        )
+        answer: dict[str, Any] = {
+            "model": str(model),
+            "out": str(out),
+            "layers": layers,
+            "global": course,
+            "timings": dict(result.timings),
+        }
+        if repository is not None:
+            answer["pushed"] = push_written(console, out, repository, token)
+        console.result(answer)
         if layers:
             _show_layers(console, layers)
         if result.distil is not None:
             _show_course(console, result.distil.held_out, result.distil.best_step, result.distil.tokens)
         console.line(f"wrote {out}; next:")
         console.line(f"  mla-convert evaluate {quote(str(out))} --against {quote(teacher)} --text FILE")
+        if repository is not None:
+            show_sent(console, answer["pushed"])
 
 
 def _show_layers(console: Screen, layers: list[dict[str, Any]]) -> None:

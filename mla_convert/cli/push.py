@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mla_convert.cli._options import JsonOption, PrivateOption, QuietOption, TokenOption, VerboseOption
+from mla_convert.cli._pushing import send, show_sent
 
 if TYPE_CHECKING:
     from mla_convert.cli._console import Screen
-    from mla_convert.hub import Repository, Shipment
-    from mla_convert.progress import Progress
+    from mla_convert.hub import Shipment
 
 
 def push(
@@ -68,42 +66,6 @@ def push(
         sent = send(console, shipment, repository, token=access, message=message)
         console.result({"folder": str(folder), **sent})
         show_sent(console, sent)
-
-
-def send(
-    console: Screen, shipment: Shipment, repository: Repository, *, token: str, message: str | None = None
-) -> dict[str, Any]:
-    """Send the files; where somebody watches, the hub's client draws its own bars, which know of parts of files."""
-    from mla_convert import hub
-
-    console.if_interrupted(f"{shipment.repo} is as it was, and what is stored there is not sent again")
-    with contextlib.nullcontext() if console.interactive else _without_bars(console) as progress:
-        return hub.push(shipment, repository, token=token, message=message, progress=progress)
-
-
-@contextlib.contextmanager
-def _without_bars(console: Screen) -> Iterator[Progress | None]:
-    """Give the console's own progress, and turn the bars of the hub's client off meanwhile."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    off = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        with console.progress() as progress:
-            yield progress
-    finally:
-        if not off:
-            enable_progress_bars()
-
-
-def show_sent(console: Screen, sent: dict[str, Any]) -> None:
-    """Say where the folder is now."""
-    kind = "private" if sent["private"] else "public"
-    console.line(f"sent {sent['files']} files, {sent['bytes']:,} bytes, to {sent['url']} ({sent['revision']}, {kind})")
-    if sent["deleted"]:
-        console.line(f"deleted there: {', '.join(sent['deleted'])}")
-    for note in sent["notes"]:
-        console.line(f"note: {note}")
 
 
 def _show(console: Screen, shipment: Shipment, *, private: bool, revision: str) -> None:

@@ -16,7 +16,8 @@ from mla_convert.card import CARD_NAME, model_card
 from mla_convert.errors import FormatError, SourceError, UsageError, VerificationError
 from mla_convert.export.converted import ConvertedModel
 from mla_convert.export.custom import unwindowed_positions
-from mla_convert.export.folder import staged_folder
+from mla_convert.export.folder import check_output, staged_folder
+from mla_convert.export.shards import parse_size
 from mla_convert.export.targets.registry import TARGETS, target_named
 from mla_convert.export.targets.target import ExportOptions, ExportPlan
 from mla_convert.export.verify.checking import Reference, Verdict, check, save_reference
@@ -78,17 +79,9 @@ def export_model(
         UsageError: there is no such target, or ``out`` would replace the model itself.
     """
     report = progress or silent
+    plan = check_export(model, out, target, options, verify=verify, python=python, overwrite=overwrite)
     chosen = target_named(target)
-    plan = chosen.plan(model, options)
-    if plan.form is None:
-        raise FormatError(
-            f"--target {target} cannot hold this model: {' '.join(plan.reasons)}",
-            "another --target; `mla-convert export MODEL --dry-run` shows what each would write",
-        )
-    _check_apart(model.folder, out)
     record, tokenizer = _read_record(model, plan), model.load_tokenizer()
-    if verify and python is not None and plan.engine is not None:
-        installed_version(plan.engine, python)
     with staged_folder(out, overwrite) as folder:
         chosen.write(model, plan, options, folder, report)
         verdict = None
@@ -115,6 +108,36 @@ def export_model(
                 f"file an issue with the conversion.json of {kept}, where what was written is kept; {out} was not made",
             )
     return Exported(plan, verdict)
+
+
+def check_export(
+    model: ConvertedModel,
+    out: Path,
+    target: str,
+    options: ExportOptions,
+    *,
+    verify: bool = True,
+    python: Path | None = None,
+    overwrite: bool = False,
+) -> ExportPlan:
+    """Return what :func:`export_model` would write, once all is checked that can be before a weight is read.
+
+    Raises:
+        MLAConvertError: as :func:`export_model`, of what it refuses before it writes.
+    """
+    plan = target_named(target).plan(model, options)
+    if plan.form is None:
+        raise FormatError(
+            f"--target {target} cannot hold this model: {' '.join(plan.reasons)}",
+            "another --target; `mla-convert export MODEL --dry-run` shows what each would write",
+        )
+    parse_size(options.max_shard_size)
+    _check_apart(model.folder, out)
+    check_output(out, overwrite=overwrite)
+    _read_record(model, plan)
+    if verify and python is not None and plan.engine is not None:
+        installed_version(plan.engine, python)
+    return plan
 
 
 def _check_apart(folder: Path, out: Path) -> None:
@@ -174,8 +197,14 @@ def _read_record(model: ConvertedModel, plan: ExportPlan) -> Mapping[str, Any]:
 
 
 def _write_record(record: Mapping[str, Any], folder: Path, plan: ExportPlan, verdict: Verdict | None) -> None:
-    """Write the model's conversion.json with an ``export`` section, and the card made from it."""
-    record = {**record, "export": export_section(plan, verdict)}
+    """Write the model's conversion.json with an ``export`` section, and the card made from it.
+
+    Figures that were measured on other weights than those written are named there, as ``measured_before``.
+    """
+    section = dict(export_section(plan, verdict))
+    if record["measurements"] and (plan.dtype != record["dtype"] or not plan.exact):
+        section["measured_before"] = record["measurements"]
+    record = {**record, "export": section}
     (folder / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     (folder / CARD_NAME).write_text(model_card(record), encoding="utf-8")
 

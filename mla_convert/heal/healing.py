@@ -123,10 +123,35 @@ def heal(request: HealRequest, progress: Progress | None = None) -> HealResult:
         VerificationError: what was written does not load as what was trained.
     """
     keep_freed_memory()
-    _check_processes(request)
-    check_output(request.out, overwrite=request.overwrite)
-    with nullcontext() if not PartialState().is_main_process else sole_run(request.out, "heal"):
+    check_heal(request)
+    with sole_run(request.out, "heal") if is_writer() else nullcontext():
         return _heal(request, progress or silent)
+
+
+def is_writer() -> bool:
+    """Whether this is the one process of several that writes the output."""
+    return PartialState().is_main_process
+
+
+def check_heal(request: HealRequest) -> None:
+    """Check what can be checked before a model is loaded.
+
+    Raises:
+        FormatError: the model is not of the native format.
+        SourceError: there is no model.
+        UsageError: several processes, where one is needed.
+        OutputError: the output exists or cannot be written.
+    """
+    if request.stage != "global" and PartialState().num_processes > 1:
+        raise UsageError(
+            "the layers are healed by one process", "run stage layers by itself, then stage global under accelerate"
+        )
+    check_output(request.out, overwrite=request.overwrite)
+    model_type = folder_model_type(str(request.model))
+    if model_type is None:
+        raise SourceError(f"{request.model} is no folder with a model", "name a folder that convert wrote")
+    if model_type != NATIVE_MODEL_TYPE:
+        raise FormatError(f"{request.model} holds a {model_type} model", "convert with --format native to heal it")
 
 
 def work_folder(out: Path) -> Path:
@@ -135,11 +160,6 @@ def work_folder(out: Path) -> Path:
 
 
 def _heal(request: HealRequest, report: Progress) -> HealResult:
-    model_type = folder_model_type(str(request.model))
-    if model_type is None:
-        raise SourceError(f"{request.model} is no folder with a model", "name a folder that convert wrote")
-    if model_type != NATIVE_MODEL_TYPE:
-        raise FormatError(f"{request.model} holds a {model_type} model", "convert with --format native to heal it")
     student, tokenizer = load_for_evaluation(str(request.model), torch.float32)
     teacher, its_tokenizer = _teacher(request, by_layers=request.stage != "global")
     check_teacher(student, teacher, hidden=request.stage != "global")
@@ -169,7 +189,7 @@ def _heal(request: HealRequest, report: Progress) -> HealResult:
         distilled = distil(student, teacher, text, request.distil, checkpoints, report)
         timings["global"] = time.perf_counter() - started
     result = HealResult(results, distilled, timings)
-    if PartialState().is_main_process:
+    if is_writer():
         _write(request, student, text, result)
         shutil.rmtree(work, ignore_errors=True)
     return result
@@ -199,13 +219,6 @@ def text_of(request: HealRequest, tokenizer: Any) -> HealingText:
         passes=request.text.passes,
         held_out=request.text.held_out,
     )
-
-
-def _check_processes(request: HealRequest) -> None:
-    if request.stage != "global" and PartialState().num_processes > 1:
-        raise UsageError(
-            "the layers are healed by one process", "run stage layers by itself, then stage global under accelerate"
-        )
 
 
 def _origin(request: HealRequest, text: HealingText) -> dict[str, str]:

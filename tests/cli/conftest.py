@@ -1,4 +1,4 @@
-"""A tiny source folder, and a command line that answers with its exit code and both streams."""
+"""A tiny source folder, a hub, and a command line that answers with its exit code and both streams."""
 
 import json
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mla_convert.cli import run
+from tests.hub_stub import running_hub
 from tests.tiny import save_source, tiny_llama
 
 
@@ -59,3 +60,16 @@ def converted(tiny_folder, text_file, tmp_path_factory) -> Path:
     sizes = ["--cache", "0.5", "--calibration", str(text_file), "--calibration-tokens", "1024"]
     assert run(["convert", str(tiny_folder), str(out), *sizes, "--quiet", "--json"]) == 0
     return out
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A running hub; the client sends to it, over LFS, and knows no token of the machine's."""
+    from huggingface_hub import constants
+
+    with running_hub() as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield running

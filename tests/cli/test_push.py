@@ -15,23 +15,10 @@ from mla_convert.decode.absorbed import ABSORBED_FILE
 from mla_convert.errors import HubError, OutputError, UsageError
 from mla_convert.hub import DERIVED
 from mla_convert.record import SourceRecord, build_record
-from tests.hub_stub import READER, WRITER, Hub, Repo, running_hub
+from tests.hub_stub import READER, WRITER, Hub, Repo
 from tests.test_record import FACTS, MEASURED
 
 REPO = "acme/tiny-mla"
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    """A running hub; the client sends to it, over LFS, and knows no token of the machine's."""
-    from huggingface_hub import constants
-
-    with running_hub() as running:
-        monkeypatch.setattr(constants, "ENDPOINT", running.url)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.delenv("HF_TOKEN", raising=False)
-        yield running
 
 
 @pytest.fixture
@@ -229,15 +216,3 @@ def test_a_folder_that_is_not_whole_is_not_sent(damage, cli, hub, folder) -> Non
 
 def test_what_stays_at_home_is_what_absorb_writes() -> None:
     assert ABSORBED_FILE in DERIVED
-
-
-def test_convert_sends_what_it_wrote_and_asks_before_the_work(cli, hub, tiny_folder, text_file, tmp_path) -> None:
-    sizes = ["--cache", "0.5", "--calibration", text_file, "--calibration-tokens", "256", "--recipe", "forward"]
-    target = tmp_path / "sent"
-    refused = cli("convert", tiny_folder, target, *sizes, "--push-to-hub", REPO, "--token", READER)
-    assert (refused.code, target.exists()) == (HubError.exit_code, False)
-    found = cli("convert", tiny_folder, target, *sizes, "--push-to-hub", REPO, "--token", WRITER, "--json").json()
-    assert found["pushed"]["commit"] == hub.repos[REPO].heads["main"]
-    assert _there(hub)["model.safetensors"] == (target / "model.safetensors").read_bytes()
-    assert set(_there(hub)) == {file.name for file in target.iterdir()}
-    assert cli("convert", tiny_folder, target, "--private").code == UsageError.exit_code
