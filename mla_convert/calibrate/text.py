@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import re
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import LongTensor
+from jaxtyping import Int
+from torch import LongTensor, Tensor
 
 from mla_convert.errors import TextError
 
@@ -83,14 +85,14 @@ def windows(
     if seed is None and wanted is not None:
         ids = _first_tokens(tokenizer, text, wanted * context)
     else:
-        ids = _tokenise(tokenizer, text)
+        ids = _tokenised(tokenizer, text)
     available = len(ids) // context
     if available == 0:
         raise TextError(
             f"the text has {len(ids)} tokens, fewer than one context of {context}",
             "give a longer text or a shorter context",
         )
-    contexts = torch.tensor(ids[: available * context], dtype=torch.long).view(available, context)
+    contexts = torch.as_tensor(ids[: available * context], dtype=torch.long).view(available, context)
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         contexts = contexts[torch.randperm(available, generator=generator)]
@@ -217,6 +219,12 @@ def _first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
             return ids[:count]
         chars *= 2
     return _tokenise(tokenizer, text)[:count]
+
+
+@functools.lru_cache(maxsize=4)
+def _tokenised(tokenizer: Any, text: str) -> Int[Tensor, " n"]:
+    """All of a text's tokens, kept for the next stage that draws contexts of it: a long one takes seconds."""
+    return torch.tensor(_tokenise(tokenizer, text), dtype=torch.int32)
 
 
 def _tokenise(tokenizer: Any, text: str) -> list[int]:

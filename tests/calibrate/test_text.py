@@ -151,6 +151,20 @@ def test_only_as_much_is_tokenised_as_is_needed(tokenizer):
     assert sum(seen) < 10_000
 
 
+def test_a_text_is_tokenised_once_for_all_samples_of_it(tokenizer):
+    seen = []
+
+    def spy(text, **options):
+        seen.append(text)
+        return tokenizer(text, **options)
+
+    first, again = (windows(spy, "every word " * 100, context=8, max_tokens=count, seed=0) for count in (80, 160))
+    assert torch.equal(again[:10], first)
+    windows(spy, "another text " * 100, context=8, seed=0)
+    windows(lambda text, **options: spy(text, **options), "another text " * 100, context=8, seed=0)
+    assert len(seen) == 3  # another tokenizer makes other tokens of a text
+
+
 def test_a_prefix_has_the_tokens_of_the_whole_text():
     # One token for every word, whatever its length. The first prefix tried for 512 tokens, 6·512 + 1024 characters,
     # ends inside the 512th word: 10 + 510·8 characters are the 511 before it.
