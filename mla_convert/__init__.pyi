@@ -70,6 +70,7 @@ def convert(
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     max_shard_size: str = "5GB",
     low_memory: bool | None = None,
+    device: str | Sequence[str] | None = None,
     bf16: bool = False,
     push_to_hub: str | None = None,
     private: bool = False,
@@ -106,6 +107,8 @@ def convert(
         dtype: Write the weights in this dtype.
         max_shard_size: Largest weight file, as 500MB or 5GB.
         low_memory: Work on one layer of the model at a time, or hold all of it.
+        device: Where calibration and refits compute, as cpu, cuda or cuda:1; several share the
+            calibration text.
         bf16: Heal in bfloat16, where the recipe heals and the hardware is fast at it.
         push_to_hub: Send OUT to this repository, owner/name, once it is written; see `mla-convert
             push`.

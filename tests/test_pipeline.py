@@ -227,6 +227,31 @@ def test_the_same_seed_writes_the_same_bytes(request_for, tmp_path) -> None:
     assert (one / "config.json").read_bytes() == (again / "config.json").read_bytes()
 
 
+@pytest.mark.parametrize("low_memory", [False, True], ids=["whole", "low-memory"])
+def test_devices_that_share_the_text_change_no_more_than_rounding(request_for, tmp_path, low_memory) -> None:
+    """Refits on the first of them included."""
+    made = []
+    for name, devices in (("one", ()), ("two", ("cpu", "cpu"))):
+        out = tmp_path / name
+        convert(
+            request_for(out=out, devices=devices, low_memory=low_memory, recipe="fast", kv_rank=None, rope_dim=None)
+        )
+        made.append(projections(out))
+    assert len(made[0]) == 2
+    for mine, theirs in zip(*made, strict=True):
+        close = max((x - y).abs().max().item() for x, y in zip(mine, theirs, strict=True))
+        assert close <= 1e-4
+
+
+def projections(out: Path) -> list[list[torch.Tensor]]:
+    """Each layer's products W_UK W_DKV, which no sign of a latent's channel changes, and W_O."""
+    tensors, layers = load_file(out / "model.safetensors"), []
+    while (down := tensors.get(f"model.layers.{len(layers)}.self_attn.kv_a_proj_with_mqa.weight")) is not None:
+        up = tensors[f"model.layers.{len(layers)}.self_attn.kv_b_proj.weight"]
+        layers.append([up @ down[: up.shape[1]], tensors[f"model.layers.{len(layers)}.self_attn.o_proj.weight"]])
+    return layers
+
+
 def test_shards_change_files_and_no_number(request_for, tmp_path) -> None:
     convert(request_for())
     convert(request_for(out=tmp_path / "sharded", max_shard_size="40KB"))
@@ -299,6 +324,7 @@ def test_a_window_shorter_than_the_verification_text(request_for, tmp_path) -> N
         ({"kv_rank": 1000}, PlanError),
         ({"kv_rank": None, "rope_dim": None, "cache": 2.0}, PlanError),
         ({"calibration": ("./absent.txt",)}, TextError),
+        ({"devices": ("cpu", "gpu")}, UsageError),
     ],
     ids=str,
 )

@@ -114,6 +114,14 @@ def convert(
             show_default="one layer at a time where the model would fill the memory",
         ),
     ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DEVICE",
+            help="Where calibration and refits compute, as cpu, cuda or cuda:1; several share the calibration text.",
+            show_default="cpu",
+        ),
+    ] = None,
     bf16: Annotated[
         bool, typer.Option("--bf16", help="Heal in bfloat16, where the recipe heals and the hardware is fast at it.")
     ] = False,
@@ -162,6 +170,7 @@ def convert(
             save_statistics=save_statistics,
             max_shard_size=max_shard_size,
             low_memory=low_memory,
+            devices=tuple(device or ()),
         )
         plan = pipeline.plan(request)
         facts = describe_plan(plan)
