@@ -73,18 +73,22 @@ def _budget(spec: SourceSpec, recipe: Recipe, share: float) -> Budget:
         return Budget(share, None, error.message)
 
 
-def budget_facts(budget: Budget, file_bytes: int, dtypes: Sequence[str]) -> dict[str, Any]:
+def budget_facts(
+    budget: Budget, file_bytes: int, dtypes: Sequence[str], *, by_layer: bool = False, mapped: bool = False
+) -> dict[str, Any]:
     """Return the sizes of a budget and what a conversion to them takes, or why there is none, in JSON's types.
 
     Args:
-        file_bytes: of the source's weight files.
+        file_bytes, mapped: of the source's weight files; see :func:`~mla_convert.estimate.estimate`.
         dtypes: of the cache.
+        by_layer: whether this machine would work a layer at a time.
     """
     plan = budget.plan
     if plan is None:
         return {"cache": budget.share, "error": budget.problem}
     shape = plan.layers[0]
-    takes = estimate(plan, plan.source.dtype, file_bytes)
+    takes = estimate(plan, plan.source.dtype, file_bytes, mapped=mapped)
+    here = takes.way(by_layer)
     return {
         "cache": budget.share,
         "kv_rank": shape.kv_rank,
@@ -93,9 +97,15 @@ def budget_facts(budget: Budget, file_bytes: int, dtypes: Sequence[str]) -> dict
         "cached_per_token_layer": plan.cached_per_token_layer if len(set(plan.layers)) > 1 else shape.cached,
         "exact": all(is_full(plan.source, shape) for shape in plan.layers),
         "provisional": plan.provisional,
-        "memory_bytes": takes.memory,
-        "disk_bytes": takes.disk,
+        "low_memory": by_layer,
+        "memory_bytes": here.memory,
+        "disk_bytes": takes.output,
+        "scratch_bytes": here.scratch,
         "statistics_bytes": takes.statistics,
+        "ways": {
+            name: {"memory_bytes": way.memory, "scratch_bytes": way.scratch, "disk_and_scratch_bytes": way.disk}
+            for name, way in (("whole", takes.whole), ("low_memory", takes.by_layer))
+        },
         "cache_bytes_per_token": {dtype: plan.cache_bytes_per_token(dtype) for dtype in dtypes},
     }
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-import psutil
 import torch
 from torch import LongTensor, nn
 
@@ -19,22 +18,17 @@ from mla_convert.calibrate.statistics import Provenance, Statistics, load_statis
 from mla_convert.calibrate.text import BUILTIN_TEXT, joint_digest, mixed_windows, read_text, uniform_windows
 from mla_convert.devices import computing_devices
 from mla_convert.errors import StatisticsError
+from mla_convert.memory import fills_memory
 from mla_convert.mla import MLAForCausalLM
 from mla_convert.progress import Progress
 from mla_convert.recipe import Recipe
 from mla_convert.record import CalibrationRecord
 from mla_convert.request import ConvertRequest, given_statistics
+from mla_convert.scratch import NOISE_SHARE
 from mla_convert.sources import Source
 from mla_convert.sources.streamed import StreamedDecoder
 
 logger = logging.getLogger(__name__)
-
-# Contexts of uniformly drawn tokens for each context of calibration text, where the recipe weighs such noise.
-NOISE_SHARE = 0.125
-
-# Of the machine's memory, what a model in float32 may take to be worked on as a whole. Not of what is free just now:
-# the same command must choose the same way again, for both ways add up floats in an order of their own.
-RESIDENT_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -64,7 +58,7 @@ def low_memory(request: ConvertRequest, source: Source) -> bool:
     """Whether to work on one layer at a time: as asked for, or where the model in float32 would fill the memory."""
     if request.low_memory is not None:
         return request.low_memory
-    return 4 * source.num_weights() > RESIDENT_SHARE * psutil.virtual_memory().total
+    return fills_memory(source.num_weights())
 
 
 def statistics_for(

@@ -1,17 +1,30 @@
 """What a conversion will need, worked out from the description of its source; reads no weights.
 
-Memory is that of the largest of these stages, beside Python with its libraries and the statistics of calibration:
+For L layers, D the width, J = 2·G·K, contexts of S tokens, tables (the embeddings, and the output head unless it is
+tied), and A numbers in a layer's converted attention, memory is 0.67 GB for Python with its libraries and the
+tokenizer, the source's file where it is mapped (GGUF), and the largest of these stages.
 
-- where weight files are small enough to be verified, the source is read as transformers' class and as this project's
-  decoder, each 4 bytes a weight; and at the end the decoder holds attention in float64 beside the float32 it came from
-  (16 bytes a weight), and the written model is loaded too (4 bytes a weight);
-- calibration holds the source's weights in float32, and what the backward pass of one context of S tokens keeps of each
-  layer: 4 bytes each of 10·D + 6·(H + 2·G)·K + 2·H·S + 4·I numbers a token;
-- writing holds one shard of the output in its dtype, and one layer's moments and factors in float64.
+Holding the whole model of W weights, beside the statistics of all layers (:mod:`mla_convert.scratch`):
 
-With recipe `default` at half the cache on a CPU, 1,024 tokens of calibration, SmolLM2-135M from its GGUF file took 2.91
-GB where this says 3.04, and a random Llama of 124 million weights (8 layers, from safetensors) 1.84 GB where this says
-1.99. Larger ones are untried.
+- calibration: 4·W; of each layer 4 bytes each of 10·D + 6·(H + 2·G)·K + 4·I numbers a token, which the backward pass of
+  one context keeps; the scores of one layer, 12·H·S²; and 28 bytes for each word of the vocabulary at 128 positions;
+- verification, where weight files are small enough for it: the converted attention in float32; beside it first the
+  source's decoder around attention in float64, or then the written model in float32; and its file, which is mapped.
+
+A layer at a time, where nothing grows with the number of layers:
+
+- calibration: a table in float32; where there are gradients the other one too, and the vocabulary's numbers as above; a
+  layer in float32, its moments in float64, and one context's share of a layer as above;
+- verification: a table, and the larger of another one and of two layers in float32, the source's and the written one,
+  with the attention in float64.
+
+In both ways a layer's solution takes ten matrices of J², its attention three times and A, in float64; a refit on S"
+tokens some ten times 4·S"·D bytes beside it; and writing takes a table. Of two tables in turn both count where they are
+below 1 GiB, for malloc keeps what is freed; one that is not stored in float32 is there in both dtypes while it is read.
+
+On a CPU with one thread and 2,048 tokens of calibration, SmolLM2-135M at half its cache from its GGUF file took, in MB of
+10^6 bytes, and in brackets what this says: `default` whole 2,785 (2,821) and a layer at a time 1,289 (1,264), `forward`
+2,297 (2,319) and 1,026 (996), `fast` 2,791 (2,821) and 1,302 (1,264).
 """
 
 from __future__ import annotations
@@ -19,104 +32,161 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mla_convert.plan import ConversionPlan
-from mla_convert.spec import DTYPE_BYTES, MLAShape, SourceSpec
+from mla_convert.scratch import Scratch, Tokens, layer_statistics, scratch, tokens_of
+from mla_convert.sizes import converted_attention, embedding_weights, feed_forward_weights, source_attention
+from mla_convert.spec import DTYPE_BYTES, SourceSpec
 
-LIBRARIES = 600 * 2**20
-SHARD = 5 * 10**9  # --max-shard-size
-VERIFIED = 6 * 2**30  # bytes of weight files above which nothing is verified
+LIBRARIES = 640 * 2**20
+VERIFIED = 6 * 2**30  # bytes of weight files above which nothing is verified as a whole
+KEPT = 2**30  # what malloc does not keep when it is freed
+
+
+@dataclass(frozen=True)
+class Way:
+    """Bytes that one way of working takes.
+
+    Attributes:
+        memory: the peak of the process.
+        scratch: the most that lies beside the output at any one time.
+        disk: the most that lies on the disk at any one time, the output among it: what calibration keeps may be gone
+            when that is written.
+    """
+
+    memory: int
+    scratch: int
+    disk: int
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes that a conversion takes.
+    """Bytes that a conversion takes, whole or a layer at a time.
 
     Attributes:
-        memory: the peak of the process.
-        disk: the written folder.
-        statistics: of calibration: in memory until the end, and on disk beside the folder until it is written.
+        output: the written weights.
+        statistics: of calibration, all layers': in files beside the output, and as a whole in memory too.
     """
 
-    memory: int
-    disk: int
+    output: int
     statistics: int
+    whole: Way
+    by_layer: Way
+
+    def way(self, by_layer: bool) -> Way:
+        """What the way takes that works a layer at a time, or the other."""
+        return self.by_layer if by_layer else self.whole
 
 
-def estimate(plan: ConversionPlan, dtype: str, file_bytes: int) -> Estimate:
-    """Return what the conversion of ``plan`` into weights of ``dtype`` takes.
+def estimate(plan: ConversionPlan, dtype: str, file_bytes: int, *, mapped: bool = False) -> Estimate:
+    """Return what the conversion of ``plan`` into weights of ``dtype`` takes, on as many tokens as its recipe says.
 
     Args:
-        file_bytes: of the source's weight files, which decide whether the folder is verified.
+        file_bytes: of the source's weight files, which decide whether the folder is verified as a whole.
+        mapped: whether these are read through a memory map.
     """
+    tokens, output = tokens_of(plan), output_bytes(plan, dtype)
+    base = LIBRARIES + (file_bytes if mapped else 0)
+
+    def way(by_layer: bool) -> Way:
+        kept = scratch(plan, tokens, by_layer=by_layer)
+        peak = _by_layer(plan, tokens) if by_layer else _whole(plan, tokens, output, file_bytes <= VERIFIED)
+        return Way(base + peak, kept.most, disk_bytes(kept, output))
+
+    return Estimate(output, plan.source.num_layers * layer_statistics(plan), way(False), way(True))
+
+
+def output_bytes(plan: ConversionPlan, dtype: str) -> int:
+    """The written weights, without norms and biases."""
     spec = plan.source
     attention = sum(converted_attention(spec, shape) for shape in plan.layers)
-    others = embedding_weights(spec) + sum(feed_forward_weights(spec, i) for i in range(spec.num_layers))
-    source = others + spec.num_layers * source_attention(spec)
-    disk = (others + attention) * DTYPE_BYTES[dtype]
-    statistics = _statistics(plan)
-    write = min(disk, SHARD) + _layer(spec)
-    verify = max(8 * source, 8 * others + 20 * attention) if file_bytes <= VERIFIED else 0
-    calibrate = 0 if plan.recipe.calibration is None else 4 * source + _context(plan)
-    return Estimate(LIBRARIES + statistics + max(verify, calibrate, write), disk, statistics)
+    return (_others(spec) + attention) * DTYPE_BYTES[dtype]
 
 
-def embedding_weights(spec: SourceSpec) -> int:
-    """Numbers in the embeddings, the output head unless it is tied, and learned positions."""
-    tables = spec.vocab_size * (1 if spec.tie_word_embeddings else 2) + spec.block.learned_positions
-    return tables * spec.hidden_size
+def disk_bytes(kept: Scratch, output: int, done: int = 0) -> int:
+    """The most that lies on a disk from now on, the output among it, when so many layers' statistics are there."""
+    return max(kept.calibrating(done), kept.converting, kept.writing + output)
 
 
-def feed_forward_weights(spec: SourceSpec, layer: int) -> int:
-    """Numbers in the matrices of a layer's feed-forward block."""
-    block, width = spec.block, spec.hidden_size
-    matrices = 3 if block.mlp == "gated" else 2
-    if not block.has_experts(layer):
-        return matrices * width * spec.intermediate_size
-    shared = block.shared_expert_intermediate_size
-    experts = 3 * width * (block.num_experts * block.moe_intermediate_size + shared)
-    return experts + width * (block.num_experts + bool(shared))
+def _whole(plan: ConversionPlan, tokens: Tokens, output: int, verified: bool) -> int:
+    spec = plan.source
+    source, others = _others(spec) + spec.num_layers * source_attention(spec), _others(spec)
+    attention = sum(converted_attention(spec, shape) for shape in plan.layers)
+    calibrate, statistics = 0, spec.num_layers * layer_statistics(plan)
+    if plan.recipe.calibration is not None:
+        layers = spec.num_layers if plan.recipe.needs_gradients else 1
+        sums = spec.num_layers * _moments(spec) - statistics
+        calibrate = 4 * source + sums + layers * _activations(spec, tokens.context) + _once(plan, tokens.context)
+    both = max(4 * others + 8 * attention, 4 * (others + attention))
+    verify = 4 * attention + both + output if verified else 0
+    one = _solution(plan) + _refit(spec, tokens) + (4 * _largest_layer(spec) if tokens.refit else 0)
+    return statistics + max(4 * source if verified else 0, calibrate, one, _table(spec) + _layer(plan), verify)
 
 
-def source_attention(spec: SourceSpec) -> int:
-    """Numbers in the matrices of a layer's attention as the source has it."""
-    return 2 * spec.hidden_size * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+def _by_layer(plan: ConversionPlan, tokens: Tokens) -> int:
+    spec = plan.source
+    table, layer, calibrate = _table(spec), 4 * _largest_layer(spec), 0
+    if plan.recipe.calibration is not None:
+        tables = _sum(table, table + 28 * 128 * spec.vocab_size) if plan.recipe.needs_gradients else table
+        rows = 4 * spec.hidden_size * min(spec.vocab_size, tokens.text + tokens.noise)
+        context = _activations(spec, tokens.context) + 12 * spec.num_heads * tokens.context**2
+        calibrate = _sum(tables + rows, layer + _moments(spec) + context)
+    verify = max(table, 2 * layer + 2 * _layer(plan))
+    verify = table + verify if spec.tie_word_embeddings else _sum(table, verify)
+    one = _solution(plan) + _refit(spec, tokens) + (layer if tokens.refit else 0)
+    return max(calibrate, one, table + _layer(plan), verify)
 
 
-def converted_attention(spec: SourceSpec, shape: MLAShape) -> int:
-    """Numbers in the matrices of a layer's attention after conversion."""
-    heads, width, dim = spec.num_heads, spec.hidden_size, spec.head_dim
-    query = heads * (shape.nope_dim + shape.rope_dim)
-    queries = query * width
-    if spec.qk_norm is not None:  # normalised queries go through a block for each head, and keys are kept for the norm
-        queries = heads * dim * width + query * dim + spec.num_kv_heads * dim * width
-    down = (shape.kv_rank + shape.rope_dim) * width
-    up = heads * (shape.nope_dim + shape.value_dim) * shape.kv_rank
-    return queries + down + up + heads * shape.value_dim * width
+def _sum(table: int, more: int) -> int:
+    """What a table and what comes after it take, whether it is kept or not."""
+    return table + more if table <= KEPT else max(table, more)
 
 
-def _statistics(plan: ConversionPlan) -> int:
-    """The sums of calibration over all layers, in float64: see :mod:`mla_convert.calibrate.statistics`."""
-    spec, recipe = plan.source, plan.recipe
-    if recipe.calibration is None:
-        return 0
+def _others(spec: SourceSpec) -> int:
+    """Numbers that are copied."""
+    return embedding_weights(spec) + sum(feed_forward_weights(spec, i) for i in range(spec.num_layers))
+
+
+def _table(spec: SourceSpec) -> int:
+    """Bytes of the embeddings or of the output head while they are read."""
+    stored = DTYPE_BYTES[spec.dtype]
+    return spec.vocab_size * spec.hidden_size * (4 + (stored if stored != 4 else 0))
+
+
+def _largest_layer(spec: SourceSpec) -> int:
+    """Numbers in the layer that has the most."""
+    return source_attention(spec) + max(feed_forward_weights(spec, i) for i in range(spec.num_layers))
+
+
+def _layer(plan: ConversionPlan) -> int:
+    """Bytes of a converted attention in float32, the largest."""
+    return 4 * max(converted_attention(plan.source, shape) for shape in set(plan.layers))
+
+
+def _moments(spec: SourceSpec) -> int:
+    """Bytes of one layer's sums while they are collected, whichever the recipe needs."""
     heads, groups, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    square = spec.kv_width**2
-    pairs = dim // 2 * (groups + heads) ** 2
-    layer = 8 * (6 * square + heads * dim * dim + 3 * heads * dim // 2) + 16 * (pairs + heads * dim // 2)
-    return spec.num_layers * layer
+    return 8 * (6 * spec.kv_width**2 + heads * dim * dim) + 16 * (dim // 2) * ((groups + heads) ** 2 + 3 * heads)
 
 
-def _context(plan: ConversionPlan) -> int:
-    """What the backward pass of one context keeps."""
-    spec, calibration = plan.source, plan.recipe.calibration
-    if calibration is None:
-        return 0
-    tokens = min(calibration.context, spec.max_position_embeddings)
+def _activations(spec: SourceSpec, context: int) -> int:
+    """What the backward pass of one context keeps of a layer."""
     numbers = 10 * spec.hidden_size + 6 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    numbers += 2 * spec.num_heads * tokens + 4 * spec.intermediate_size
-    layers = spec.num_layers if plan.recipe.needs_gradients else 1
-    return 4 * tokens * numbers * layers
+    return 4 * context * (numbers + 4 * spec.intermediate_size)
 
 
-def _layer(spec: SourceSpec) -> int:
-    """One layer's weights and some ten moments and factors, in float64."""
-    return 8 * (10 * spec.kv_width**2 + 3 * source_attention(spec))
+def _once(plan: ConversionPlan, context: int) -> int:
+    """What one context takes beside, whatever the number of layers."""
+    spec = plan.source
+    return 12 * spec.num_heads * context**2 + (28 * 128 * spec.vocab_size if plan.recipe.needs_gradients else 0)
+
+
+def _solution(plan: ConversionPlan) -> int:
+    """One layer's weights before and after, and some ten moments and factors, in float64."""
+    spec = plan.source
+    return 2 * _layer(plan) + 8 * (10 * spec.kv_width**2 + 3 * source_attention(spec))
+
+
+def _refit(spec: SourceSpec, tokens: Tokens) -> int:
+    """The hidden states of a refit, what is made of them, and the moments of what the heads read."""
+    if tokens.refit == 0:
+        return 0
+    return 40 * tokens.refit * spec.hidden_size + 24 * (spec.num_heads * spec.head_dim) ** 2

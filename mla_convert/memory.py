@@ -1,4 +1,4 @@
-"""How the process's allocator keeps memory."""
+"""How the process's allocator keeps memory, and what of a machine's a model may take."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ import ctypes
 import sys
 from typing import Any
 
+import psutil
+
+# Of the machine's memory, what a model in float32 may take to be worked on as a whole. Not of what is free just now:
+# the same command must choose the same way again, for both ways add up floats in an order of their own.
+RESIDENT_SHARE = 0.4
+
 # mallopt(3): the options' numbers in glibc's malloc.h, the largest block taken from what was freed, and "never".
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST = 2**30
 _NEVER = -1
+
+
+def fills_memory(num_weights: int) -> bool:
+    """Whether so many weights are to be worked on a layer at a time on this machine, unless something else is asked."""
+    return 4 * num_weights > RESIDENT_SHARE * psutil.virtual_memory().total
 
 
 def keep_freed_memory() -> None:

@@ -45,6 +45,7 @@ from mla_convert.record import (
 from mla_convert.report import LayerDetails, ReportDetails, write_report
 from mla_convert.request import ConvertRequest, check_request
 from mla_convert.sources import Source, open_source
+from mla_convert.space import check_space
 from mla_convert.spec import DTYPE_BYTES, RopeSpec
 from mla_convert.transform import ConvertedLayer, slot_costs
 
@@ -79,6 +80,7 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
     check_output(request.out, overwrite=request.overwrite)
     source, planned, notes = _prepare(request)
     check_request(request, planned)
+    check_space(request, planned, source)
     dtype_name = request.dtype or source.spec.dtype
     dtype = getattr(torch, dtype_name)
     timings: dict[str, float] = {}

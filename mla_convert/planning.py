@@ -13,6 +13,7 @@ from mla_convert.allocate import predict
 from mla_convert.budget import Budget, attention_costs, budget_facts, plan_budgets, sequence_bytes
 from mla_convert.calibrate.statistics import load_statistics
 from mla_convert.duration import conversion_work
+from mla_convert.memory import fills_memory
 from mla_convert.progress import Progress
 from mla_convert.recipe import Recipe
 from mla_convert.sources import Source
@@ -52,7 +53,7 @@ def plan_facts(
     Raises:
         StatisticsError: the file cannot be read, is of another source, or holds no gradients.
     """
-    spec, dtype = source.spec, workload.dtype
+    spec, dtype, by_layer = source.spec, workload.dtype, fills_memory(source.num_weights())
     budgets = plan_budgets(spec, recipe)
     losses: Sequence[float | None] = (None,) * len(budgets)
     if statistics is not None:
@@ -63,6 +64,7 @@ def plan_facts(
         "recipe": recipe.name,
         **asdict(workload),
         "windows": list(spec.windows),
+        "low_memory": by_layer,
         "before": {
             "cached_per_token_layer": spec.kv_width,
             "cache_bytes_per_token": _per_token([spec.kv_width] * spec.num_layers, dtype),
@@ -74,7 +76,7 @@ def plan_facts(
         "time": None,
     }
     for budget, loss in zip(budgets, losses, strict=True):
-        row = budget_facts(budget, source.file_bytes(), (dtype,))
+        row = budget_facts(budget, source.file_bytes(), (dtype,), by_layer=by_layer, mapped=source.mapped())
         if budget.plan is not None:
             cached = [shape.cached for shape in budget.plan.layers]
             row |= {
@@ -88,7 +90,7 @@ def plan_facts(
     if near is not None and near.plan is not None:
         costs = attention_costs(spec, near.plan.layers, dtype)
         facts["attention"] = {"cache": near.share, "kinds": [asdict(cost) for cost in costs]}
-        facts["time"] = {"cache": near.share, **_time(near, calibrated=statistics is not None)}
+        facts["time"] = {"cache": near.share, **_time(near, statistics is not None, by_layer)}
     return facts
 
 
@@ -123,10 +125,10 @@ def _held(source: Source, cached: Sequence[int], workload: Workload) -> dict[str
     }
 
 
-def _time(budget: Budget, *, calibrated: bool) -> dict[str, Any]:
+def _time(budget: Budget, calibrated: bool, by_layer: bool) -> dict[str, Any]:
     """Seconds that the conversion is expected to take, by stage, and what that is worked out from."""
     assert budget.plan is not None
-    work, rate = conversion_work(budget.plan, calibrated), matmul_rate()
+    work, rate = conversion_work(budget.plan, calibrated, by_layer=by_layer), matmul_rate()
     stages = {name: operations / rate for name, operations in asdict(work).items()}
     return {
         "seconds": sum(stages.values()),

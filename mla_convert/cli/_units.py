@@ -14,3 +14,13 @@ def duration(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.2g} {unit}"
     return f"{max(1.0, seconds):.0f} s"
+
+
+def takes(low_memory: bool) -> str:
+    """What the figures of memory, disk and scratch mean, under the way of working that this machine chooses."""
+    way, other = ("a layer at a time", "--whole") if low_memory else ("on the whole model", "--low-memory")
+    return (
+        f"Memory, disk and scratch are what a conversion is expected to take, from sizes alone: working {way}, as this "
+        f"machine would ({other} is the other way; --json gives both). Scratch lies beside the output until that is "
+        "written."
+    )

@@ -13,7 +13,7 @@ from mla_convert.cli._options import (
     TokenOption,
     VerboseOption,
 )
-from mla_convert.cli._units import gigabytes
+from mla_convert.cli._units import gigabytes, takes
 
 if TYPE_CHECKING:
     from mla_convert.cli._console import Screen
@@ -39,13 +39,17 @@ def inspect(
 
     with screen(as_json=json, quiet=quiet, verbose=verbose) as out:
         from mla_convert.budget import budget_facts, plan_budgets
+        from mla_convert.memory import fills_memory
         from mla_convert.recipe import load_recipe
         from mla_convert.sources import open_source
 
         opened = open_source(source, revision=revision, token=token)
         budgets = plan_budgets(opened.spec, load_recipe("default"))
-        facts = describe(opened.spec) | {"source": source, "file_bytes": opened.file_bytes()}
-        facts["budgets"] = [budget_facts(budget, opened.file_bytes(), CACHE_DTYPES) for budget in budgets]
+        size, by_layer = opened.file_bytes(), fills_memory(opened.num_weights())
+        facts = describe(opened.spec) | {"source": source, "file_bytes": size, "low_memory": by_layer}
+        facts["budgets"] = [
+            budget_facts(budget, size, CACHE_DTYPES, by_layer=by_layer, mapped=opened.mapped()) for budget in budgets
+        ]
         out.result(facts)
         _show(out, facts)
 
@@ -138,13 +142,14 @@ def _show(out: Screen, facts: dict[str, Any]) -> None:
         "exact",
         "memory",
         "disk",
+        "scratch",
     )
     divided = any(budget.get("provisional") for budget in facts["budgets"])
     title = "what budgets give (default recipe" + (", before calibration divides them)" if divided else ")")
     out.table(title, columns, [_budget_row(budget) for budget in facts["budgets"]])
     out.line()
     out.line(facts["verdict"]["said"])
-    out.line("Memory and disk are what a conversion by this recipe is expected to take, from sizes alone.")
+    out.line(takes(facts["low_memory"]))
     out.line("`mla-convert plan` says what budgets serve, how long they take, and what they are predicted to cost.")
 
 
@@ -161,8 +166,8 @@ def _held(targets: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]
 
 def _budget_row(budget: dict[str, Any]) -> tuple[object, ...]:
     if "error" in budget:
-        return (budget["cache"], *("-",) * 8)
+        return (budget["cache"], *("-",) * 9)
     size = budget["cache_bytes_per_token"]
     sizes = (f"{size['bfloat16']:,}", f"{size['float32']:,}", "yes" if budget["exact"] else "no")
-    takes = (gigabytes(budget["memory_bytes"]), gigabytes(budget["disk_bytes"]))
-    return (budget["cache"], budget["kv_rank"], budget["rope_dim"], budget["cached_per_token_layer"], *sizes, *takes)
+    needs = (gigabytes(budget[name]) for name in ("memory_bytes", "disk_bytes", "scratch_bytes"))
+    return (budget["cache"], budget["kv_rank"], budget["rope_dim"], budget["cached_per_token_layer"], *sizes, *needs)

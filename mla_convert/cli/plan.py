@@ -17,7 +17,7 @@ from mla_convert.cli._options import (
     TokenOption,
     VerboseOption,
 )
-from mla_convert.cli._units import duration, gigabytes
+from mla_convert.cli._units import duration, gigabytes, takes
 
 if TYPE_CHECKING:
     from mla_convert.cli._console import Screen
@@ -134,7 +134,7 @@ def _columns(facts: dict[str, Any], spec: SourceSpec) -> Iterator[tuple[str, str
         yield "sequences", f"sequences in {gigabytes(facts['memory'])}"
     if any(row.get("predicted_loss") is not None for row in facts["budgets"]):
         yield "predicted_loss", "predicted loss"
-    yield from (("memory_bytes", "memory"), ("disk_bytes", "disk"))
+    yield from (("memory_bytes", "memory"), ("disk_bytes", "disk"), ("scratch_bytes", "scratch"))
 
 
 def _cell(row: dict[str, Any], name: str) -> str:
@@ -143,7 +143,7 @@ def _cell(row: dict[str, Any], name: str) -> str:
         return "-" if "error" in row else ""
     if isinstance(value, list):  # one for each layer
         return f"{min(value)} to {max(value)}" if min(value) < max(value) else f"{value[0]}"
-    if name in ("cache_bytes", "memory_bytes", "disk_bytes"):
+    if name in ("cache_bytes", "memory_bytes", "disk_bytes", "scratch_bytes"):
         return gigabytes(value)
     if name == "predicted_loss":
         return f"{value:+.4f}"
@@ -177,7 +177,7 @@ def _notes(facts: dict[str, Any], spec: SourceSpec) -> Iterator[str]:
             f"its operations, at the {rate} of a product that was measured now, on "
             f"{time['threads']} threads; reading and writing files come on top."
         )
-    yield "Memory and disk are what the conversion is expected to take, from sizes alone; for the source, its files."
+    yield f"{takes(facts['low_memory'])} For the source, disk is its files."
     problems = [row for row in facts["budgets"] if "error" in row]
     if problems:
         shares = ", ".join(str(row["cache"]) for row in problems)

@@ -154,6 +154,10 @@ class Source:
         """The size of the weight files together, in bytes."""
         return sum(file.stat().st_size for file in self._checkpoint.weight_files() if file.suffix != ".json")
 
+    def mapped(self) -> bool:
+        """Whether weights are read through a memory map, whose pages count as the process's memory."""
+        return any(file.suffix == ".gguf" for file in self._checkpoint.weight_files())
+
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
