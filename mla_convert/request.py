@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mla_convert.calibrate.statistics import Statistics, is_statistics, load_statistics
+from mla_convert.calibrate.statistics import Statistics, load_statistics
+from mla_convert.calibrate.statistics_file import is_statistics
 from mla_convert.devices import computing_devices
 from mla_convert.errors import UsageError
 from mla_convert.plan import ConversionPlan

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 from jaxtyping import Complex, Float
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from mla_convert.calibrate.statistics_file import StatisticsFile, read_made_from, write_statistics_file
 from mla_convert.errors import StatisticsError
 from mla_convert.spec import SourceSpec
-
-# Parts that came later are optional, so that older files can still be read.
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -167,37 +161,26 @@ class Statistics:
             raise StatisticsError(
                 "the statistics were made from another source", "calibrate on this source: leave --statistics out"
             )
-        if gradients and self.layers[0].gradients is None:
+        if not (gradients or held_out):
+            return
+        first = self.layers[0]
+        if gradients and first.gradients is None:
             raise StatisticsError(
                 "the recipe needs loss gradients, which these statistics do not hold",
                 "calibrate with this recipe, or choose one with a forward-only metric",
             )
-        if held_out and self.layers[0].held_out is None:
+        if held_out and first.held_out is None:
             raise nothing_held_out()
 
 
-class StoredLayers(Sequence[LayerStatistics]):
-    """The statistics of layers that lie in a folder, a file each; one is read when it is asked for.
+class _LazyLayers(Sequence[LayerStatistics]):
+    """So many layers, each read when it is asked for."""
 
-    Args:
-        provenance: what the files must be of; others count as absent.
-    """
-
-    def __init__(self, folder: Path, count: int, provenance: Provenance) -> None:
-        self._folder = folder
+    def __init__(self, count: int) -> None:
         self._count = count
-        self._provenance = provenance
 
-    def path(self, layer: int) -> Path:
-        """The file of a layer."""
-        return self._folder / f"statistics.{layer:05d}.safetensors"
-
-    def has(self, layer: int) -> bool:
-        """Whether a layer's file is there, whole and of this provenance."""
-        try:
-            return self.path(layer).is_file() and read_provenance(self.path(layer)) == self._provenance
-        except StatisticsError:
-            return False
+    @abstractmethod
+    def _read(self, layer: int) -> LayerStatistics: ...
 
     def __len__(self) -> int:
         return self._count
@@ -211,7 +194,34 @@ class StoredLayers(Sequence[LayerStatistics]):
     def __getitem__(self, index: int | slice) -> LayerStatistics | list[LayerStatistics]:
         if isinstance(index, slice):
             return [self[i] for i in range(self._count)[index]]
-        return load_statistics(self.path(range(self._count)[index])).layers[0]
+        return self._read(range(self._count)[index])
+
+
+class StoredLayers(_LazyLayers):
+    """The statistics of layers that lie in a folder, a file each; one is read when it is asked for.
+
+    Args:
+        provenance: what the files must be of; others count as absent.
+    """
+
+    def __init__(self, folder: Path, count: int, provenance: Provenance) -> None:
+        super().__init__(count)
+        self._folder = folder
+        self._provenance = provenance
+
+    def path(self, layer: int) -> Path:
+        """The file of a layer."""
+        return self._folder / f"statistics.{layer:05d}.safetensors"
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer's file is there, whole and of this provenance."""
+        try:
+            return self.path(layer).is_file() and read_provenance(self.path(layer)) == self._provenance
+        except StatisticsError:
+            return False
+
+    def _read(self, layer: int) -> LayerStatistics:
+        return load_statistics(self.path(layer)).layers[0]
 
 
 def nothing_held_out() -> StatisticsError:
@@ -250,47 +260,13 @@ def _sum(first: Any, second: Any, *skip: str) -> Any:
 
 
 def save_statistics(statistics: Statistics, path: Path) -> None:
-    """Write statistics as one safetensors file, which appears whole or not at all.
+    """Write statistics as one safetensors file, which appears whole or not at all; one layer is held at a time.
 
     Raises:
-        StatisticsError: the file cannot be written.
+        StatisticsError: the file cannot be written, or a layer that lies in another file cannot be read.
     """
-    tensors: dict[str, Tensor] = {}
-    counts: list[dict[str, Any]] = []
-    for i, layer in enumerate(statistics.layers):
-        values = _named(layer)
-        for part in _NESTED:
-            values |= {f"{part}.{name}": value for name, value in _named(getattr(layer, part)).items()}
-        counts.append({name: value for name, value in values.items() if not isinstance(value, Tensor)})
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                plain = torch.view_as_real(value) if value.is_complex() else value
-                tensors[f"{i}.{name}"] = plain.contiguous()
-    metadata = {
-        "version": str(FORMAT_VERSION),
-        "provenance": json.dumps(asdict(statistics.provenance), sort_keys=True),
-        "counts": json.dumps(counts),
-    }
-    temporary = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary, metadata=metadata)
-        temporary.replace(path)
-    except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise StatisticsError(
-            f"the statistics cannot be written to {path}: {error}", "free space there, or choose another place"
-        ) from error
-
-
-def is_statistics(path: Path) -> bool:
-    """Whether the file is one that :func:`save_statistics` wrote, of any version."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return "provenance" in (file.metadata() or {})
-    except (OSError, SafetensorError):
-        return False
+    layers = statistics.layers
+    write_statistics_file(path, asdict(statistics.provenance), len(layers), lambda i: _values(layers[i]))
 
 
 def read_provenance(path: Path) -> Provenance:
@@ -300,37 +276,69 @@ def read_provenance(path: Path) -> Provenance:
         StatisticsError: the file is damaged, or of another version.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("version") != str(FORMAT_VERSION):
-                raise StatisticsError(f"{path} does not hold statistics of this version", "calibrate again")
-            return Provenance(**json.loads(metadata["provenance"]))
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+        return Provenance(**read_made_from(path))
+    except TypeError as error:
         raise StatisticsError(f"{path} cannot be read as statistics: {error}", "calibrate again") from error
 
 
 def load_statistics(path: Path) -> Statistics:
-    """Read what :func:`save_statistics` wrote.
+    """Open what :func:`save_statistics` wrote; a layer is read when it is asked for, each time anew.
 
     Raises:
-        StatisticsError: the file is absent, damaged, or of another version.
+        StatisticsError: the file is absent, damaged, cut short, of another version or not complete; also later, from a
+            layer, where the file was changed since.
     """
-    remedy = "calibrate again with --save-statistics"
+    file = StatisticsFile(path)
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("version") != str(FORMAT_VERSION):
-                raise StatisticsError(f"{path} does not hold statistics of this version", remedy)
-            layers = [dict(numbers) for numbers in json.loads(metadata["counts"])]
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                layer, _, field_name = name.partition(".")
-                value = file.get_tensor(name)
-                is_complex = field_name in ("rotation", "gradients.pairs", "gradients.constants")
-                layers[int(layer)][field_name] = torch.view_as_complex(value) if is_complex else value
-            provenance = Provenance(**json.loads(metadata["provenance"]))
-            return Statistics(tuple(_layer(values) for values in layers), provenance)
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError, IndexError) as error:
-        raise StatisticsError(f"{path} cannot be read as statistics: {error}", remedy) from error
+        for layer, names in enumerate(file.names):
+            _check_names(layer, names, file.names[0])
+        return Statistics(_FileLayers(file), Provenance(**file.provenance))
+    except (TypeError, ValueError) as error:
+        raise StatisticsError(
+            f"{path} cannot be read as statistics: {error}", "calibrate again with --save-statistics"
+        ) from error
+
+
+class _FileLayers(_LazyLayers):
+    """The layers of one file."""
+
+    def __init__(self, file: StatisticsFile) -> None:
+        super().__init__(len(file.names))
+        self._file = file
+
+    def _read(self, layer: int) -> LayerStatistics:
+        return _layer(self._file.read(layer))
+
+
+def _check_names(layer: int, names: Set[str], first: Set[str]) -> None:
+    """Check that a layer has every sum and number of the parts that it has, and the first layer's parts.
+
+    Raises:
+        ValueError: it has not.
+    """
+    expected = _names(LayerStatistics)
+    for part, kind in _NESTED.items():
+        if any(name.startswith(f"{part}.") for name in names):
+            expected |= {f"{part}.{name}" for name in _names(kind)}
+    if missing := expected - names:
+        raise ValueError(f"layer {layer} lacks {min(missing)}")
+    if unknown := names - expected:
+        raise ValueError(f"layer {layer} holds {min(unknown)}, which is no part of statistics")
+    if unlike := names ^ first:
+        raise ValueError(f"only one of the layers 0 and {layer} holds {min(unlike)}")
+
+
+def _names(kind: Any) -> set[str]:
+    """The fields of a dataclass, without those that are nested."""
+    return {f.name for f in fields(kind) if f.name not in _NESTED}
+
+
+def _values(layer: LayerStatistics) -> dict[str, Any]:
+    """Every sum and number of a layer, those of its parts under the part's name and a dot; none of a part of None."""
+    values = _named(layer)
+    for part in _NESTED:
+        values |= {f"{part}.{name}": value for name, value in _named(getattr(layer, part)).items()}
+    return values
 
 
 def _named(part: Any) -> dict[str, Any]:

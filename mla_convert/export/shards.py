@@ -13,7 +13,7 @@ from typing import Self
 import torch
 
 from mla_convert.errors import OutputError, UsageError
-from mla_convert.export.shard_file import ShardFile
+from mla_convert.shard_file import ShardFile
 from mla_convert.sources.safetensors_reader import INDEX_NAME, SINGLE_NAME
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)

@@ -1,7 +1,11 @@
+from pathlib import Path
+
 import pytest
 
 from mla_convert.calibrate import recorder
+from mla_convert.calibrate.statistics import Statistics, save_statistics
 from tests.calibrate.models import MODELS, Tiny, described
+from tests.calibrate.samples import PROVENANCE, layer
 from tests.tiny import tiny_llama
 
 
@@ -21,3 +25,11 @@ def tiny(request, tmp_path_factory) -> Tiny:
 def gqa(tmp_path_factory) -> Tiny:
     """A model with grouped queries; tests leave it as it was."""
     return described(tiny_llama("GQA"), tmp_path_factory.mktemp("calibrate-gqa"))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A file of the statistics of two layers, of made-up numbers."""
+    file = tmp_path / "statistics.safetensors"
+    save_statistics(Statistics((layer(1), layer(2)), PROVENANCE), file)
+    return file

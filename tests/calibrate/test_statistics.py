@@ -11,66 +11,20 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mla_convert.calibrate import statistics as module
 from mla_convert.calibrate.statistics import (
     GradientStatistics,
     HeldOutStatistics,
     LayerStatistics,
-    Provenance,
     Statistics,
     load_statistics,
     merge,
     save_statistics,
 )
 from mla_convert.errors import StatisticsError
+from mla_convert.shard_file import ShardFile
 from mla_convert.sources import open_source
-from tests.maths.samples import complex_normal, normal
+from tests.calibrate.samples import PROVENANCE, WIDTH, layer, same
 from tests.tiny import save_source, tiny_llama
-
-HEADS, GROUPS, PAIRS = 4, 2, 3
-DIM, WIDTH = 2 * PAIRS, 2 * GROUPS * 2 * PAIRS
-PROVENANCE = Provenance({"model.safetensors": "ab12"}, "text.txt", "cd34", 100, 20, 7, gradients=True)
-
-
-def layer(seed: int, *, gradients: bool = True, held_out: bool = True) -> LayerStatistics:
-    """Numbers of the right shapes, all different."""
-    part = GradientStatistics(
-        pair_tokens=10 + seed,
-        pairs=complex_normal(PAIRS, GROUPS + HEADS, GROUPS + HEADS, seed=10 * seed),
-        constants=complex_normal(HEADS, PAIRS, seed=1000),
-        content_tokens=20 + seed,
-        content=normal(WIDTH, WIDTH, seed=10 * seed + 1),
-    )
-    aside = HeldOutStatistics(
-        attended=normal(WIDTH, WIDTH, seed=10 * seed + 8),
-        attended_weight=0.3 + seed,
-        content_tokens=40 + seed,
-        content=normal(WIDTH, WIDTH, seed=10 * seed + 9),
-    )
-    return LayerStatistics(
-        tokens=30 + seed,
-        key_value=normal(WIDTH, WIDTH, seed=10 * seed + 2),
-        attended=normal(WIDTH, WIDTH, seed=10 * seed + 3),
-        attended_weight=0.1 + seed,
-        query=normal(HEADS, DIM, DIM, seed=10 * seed + 4),
-        rotation=complex_normal(HEADS, PAIRS, seed=10 * seed + 5),
-        query_energy=normal(HEADS, PAIRS, seed=10 * seed + 6).abs(),
-        noise_attended=normal(WIDTH, WIDTH, seed=10 * seed + 7),
-        noise_weight=0.2 + seed,
-        gradients=part if gradients else None,
-        held_out=aside if held_out else None,
-    )
-
-
-def same(first: object, second: object) -> bool:
-    """Every number of the two is the same, to the bit."""
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return first.dtype == second.dtype and torch.equal(first, second)
-    if isinstance(first, LayerStatistics | GradientStatistics | HeldOutStatistics):
-        return type(first) is type(second) and all(
-            same(getattr(first, f.name), getattr(second, f.name)) for f in fields(first)
-        )
-    return first == second
 
 
 def test_merging_adds_every_sum() -> None:
@@ -151,13 +105,6 @@ def test_a_file_gives_back_every_bit(tmp_path: Path, gradients: bool, held_out: 
     assert [path.name for path in file.parent.iterdir()] == ["statistics.safetensors"]
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    file = tmp_path / "statistics.safetensors"
-    save_statistics(Statistics((layer(1), layer(2)), PROVENANCE), file)
-    return file
-
-
 def test_a_file_from_before_contexts_were_held_out_is_read(tmp_path: Path) -> None:
     file = tmp_path / "statistics.safetensors"
     kept = tuple(layer(seed, held_out=False) for seed in (1, 2))
@@ -220,14 +167,14 @@ def test_a_missing_tensor_is_refused(saved: Path, name: str) -> None:
         load_statistics(edited(saved, without=name))
 
 
-def test_a_failed_write_leaves_what_was_there(saved: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("when", ["write", "finish"])
+def test_a_failed_write_leaves_what_was_there(saved: Path, monkeypatch, when: str) -> None:
     before = saved.read_bytes()
 
-    def fail(_tensors: object, path: Path, **_: object) -> None:
-        path.write_bytes(b"half")
+    def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "save_file", fail)
+    monkeypatch.setattr(ShardFile, when, fail)
     with pytest.raises(StatisticsError, match="No space left"):
         save_statistics(Statistics((layer(5),), PROVENANCE), saved)
     assert saved.read_bytes() == before

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mla_convert.export.shard_file import ShardFile
+from mla_convert.shard_file import ShardFile
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
@@ -102,6 +102,17 @@ def test_a_header_that_outgrows_its_room_is_copied_in_blocks(tmp_path: Path) -> 
     path = written(tmp_path / "file", tensors, header_room=0)
     check_layout(path)
     assert same_bytes(load_file(path)["a"], tensors["a"])
+
+
+@pytest.mark.parametrize("room", [1 << 12, 8])
+def test_other_metadata_takes_the_place_of_the_frameworks_name(tmp_path: Path, room: int) -> None:
+    file = ShardFile(tmp_path / "file", room)
+    file.write("a", random((3,), torch.float32))
+    file.write("b", random((3,), torch.float64))
+    file.finish({"says": 'a "ü"', "and": "b"})
+    with safe_open(tmp_path / "file", "pt") as opened:
+        assert opened.metadata() == {"says": 'a "ü"', "and": "b"}
+        assert torch.equal(opened.get_tensor("b"), random((3,), torch.float64))
 
 
 @pytest.mark.parametrize("room", [1 << 12, 8])

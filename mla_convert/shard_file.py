@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,11 +89,16 @@ class ShardFile:
         self._spans.append(_Span(name, stored, tuple(tensor.shape), item, self._length, memory.numel()))
         self._length += memory.numel()
 
-    def finish(self) -> None:
-        """Fill in the header, and wait until the file is on the disk."""
-        header = _header(self._spans)
+    def finish(self, metadata: Mapping[str, str] | None = None) -> None:
+        """Fill in the header, and wait until the file is on the disk.
+
+        Args:
+            metadata: the header's; None for that of weights, where transformers asks for the framework.
+        """
+        metadata = {"format": "pt"} if metadata is None else metadata
+        header = _header(self._spans, metadata)
         if len(header) > self._room or any(span.start % span.item for span in self._spans):
-            self._rewrite()
+            self._rewrite(metadata)
         else:
             self._file.seek(0)
             self._file.write(_padded(header, self._room))
@@ -107,7 +112,7 @@ class ShardFile:
             self._file.close()
         self._path.unlink(missing_ok=True)
 
-    def _rewrite(self) -> None:
+    def _rewrite(self, metadata: Mapping[str, str]) -> None:
         """Put a file in this one's place whose header has the room it needs, and whose widest dtypes come first.
 
         Every element size divides the larger ones, so that no tensor comes to lie beside a multiple of its own.
@@ -116,7 +121,7 @@ class ShardFile:
         new: list[_Span] = []
         for span in old:
             new.append(replace(span, start=new[-1].start + new[-1].length if new else 0))
-        header = _header(new)
+        header = _header(new, metadata)
         temporary = self._path.with_name(f"{self._path.name}.rewritten")
         try:
             with temporary.open("wb+") as file:
@@ -131,8 +136,8 @@ class ShardFile:
         self._file = self._path.open("rb+")
 
 
-def _header(spans: Sequence[_Span]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for the framework
+def _header(spans: Sequence[_Span], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
     for span in spans:
         offsets = [span.start, span.start + span.length]
         entries[span.name] = {"dtype": span.stored, "shape": list(span.shape), "data_offsets": offsets}
