@@ -8,8 +8,9 @@ Holding the whole model of W weights, beside the statistics of all layers (:mod:
 
 - calibration: 4·W; of each layer 4 bytes each of 10·D + 6·(H + 2·G)·K + 4·I numbers a token, which the backward pass of
   one context keeps; the scores of one layer, 12·H·S²; and 28 bytes for each word of the vocabulary at 128 positions;
-- verification, where weight files are small enough for it: the converted attention in float32; beside it first the
-  source's decoder around attention in float64, or then the written model in float32; and its file, which is mapped.
+- verification, where weight files are small enough for it, and otherwise as below: the converted attention in float32;
+  beside it first the source's decoder around attention in float64, or then the written model in float32; and its file,
+  which is mapped.
 
 A layer at a time, where nothing grows with the number of layers:
 
@@ -22,8 +23,8 @@ In both ways a layer's solution takes ten matrices of J², its attention three t
 tokens some ten times 4·S"·D bytes beside it; and writing takes a table. Of two tables in turn both count where they are
 below 1 GiB, for malloc keeps what is freed; one that is not stored in float32 is there in both dtypes while it is read.
 
-On a CPU with one thread and 2,048 tokens of calibration, SmolLM2-135M at half its cache from its GGUF file took, in MB of
-10^6 bytes, and in brackets what this says: `default` whole 2,785 (2,821) and a layer at a time 1,289 (1,264), `forward`
+On a CPU with one thread and 2,048 tokens of calibration, SmolLM2-135M at half its cache from its GGUF file took, in MB
+of 10^6 bytes, and in brackets what this says: `default` whole 2,785 (2,821) and a layer at a time 1,289 (1,264), `forward`
 2,297 (2,319) and 1,026 (996), `fast` 2,791 (2,821) and 1,302 (1,264).
 """
 
@@ -116,7 +117,7 @@ def _whole(plan: ConversionPlan, tokens: Tokens, output: int, verified: bool) ->
         sums = spec.num_layers * _moments(spec) - statistics
         calibrate = 4 * source + sums + layers * _activations(spec, tokens.context) + _once(plan, tokens.context)
     both = max(4 * others + 8 * attention, 4 * (others + attention))
-    verify = 4 * attention + both + output if verified else 0
+    verify = 4 * attention + both + output if verified else _verification(plan)
     one = _solution(plan) + _refit(spec, tokens) + (4 * _largest_layer(spec) if tokens.refit else 0)
     return statistics + max(4 * source if verified else 0, calibrate, one, _table(spec) + _layer(plan), verify)
 
@@ -129,10 +130,15 @@ def _by_layer(plan: ConversionPlan, tokens: Tokens) -> int:
         rows = 4 * spec.hidden_size * min(spec.vocab_size, tokens.text + tokens.noise)
         context = _activations(spec, tokens.context) + 12 * spec.num_heads * tokens.context**2
         calibrate = _sum(tables + rows, layer + _moments(spec) + context)
-    verify = max(table, 2 * layer + 2 * _layer(plan))
-    verify = table + verify if spec.tie_word_embeddings else _sum(table, verify)
     one = _solution(plan) + _refit(spec, tokens) + (layer if tokens.refit else 0)
-    return max(calibrate, one, table + _layer(plan), verify)
+    return max(calibrate, one, table + _layer(plan), _verification(plan))
+
+
+def _verification(plan: ConversionPlan) -> int:
+    """A layer at a time."""
+    spec, table = plan.source, _table(plan.source)
+    most = max(table, 8 * _largest_layer(spec) + 2 * _layer(plan))
+    return table + most if spec.tie_word_embeddings else _sum(table, most)
 
 
 def _sum(table: int, more: int) -> int:

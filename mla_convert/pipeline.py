@@ -305,5 +305,6 @@ def _verify(source: Source, layers: dict[int, MLAWeights], folder: Path, dtype_n
     shortest = min((window for window in source.spec.windows if window is not None), default=ids.shape[1])
     ids = ids[:, :shortest]
     reference = reference_logits(source, layers, ids, dtype)
+    release_freed_memory()
     check = verify_folder(folder, ids, reference, tolerance=VERIFY_TOLERANCE[dtype_name])
     return asdict(check)

@@ -35,25 +35,31 @@ def check_space(request: ConvertRequest, planned: ConversionPlan, source: Source
     target = Path(os.path.realpath(request.out))
     written = output_bytes(planned, request.dtype or source.spec.dtype)
     place, beside = _existing(target.parent), _existing(request.out.parent)
-    # What a killed run was writing is removed before this one writes.
-    room = _free(place) + _taken(place.glob(f".{glob.escape(target.name)}.partial-*"))
+    # What a killed run was writing is removed before this one writes, but after it has calibrated.
+    staged = _taken(place.glob(f".{glob.escape(target.name)}.partial-*"))
+    room = _free(place) + staged
     if written > room:
         smaller = "" if request.dtype in ("bfloat16", "float16") else ", or give --dtype bfloat16"
         raise OutputError(f"{place} has {_gb(room)} free, and the output takes {_gb(written)}", _ROOM + smaller)
     if place.stat().st_dev != beside.stat().st_dev:  # OUT is a link that leads elsewhere
-        written, room = 0, _free(beside)
+        written, staged, room = 0, 0, _free(beside)
     places = Places.beside(request.out)
     left = [places.statistics, *places.layers.glob("*")]
     room += _taken(file for file in left if ".partial-" not in file.name)
     by_layer, done = low_memory(request, source), len(list(places.layers.glob("statistics.*.safetensors")))
 
     def lack(tokens: Tokens) -> str | None:
-        """What does not fit; None if all does."""
+        """What does not fit, as a sentence; None if all does."""
         kept = scratch(planned, tokens, by_layer=by_layer, calibrates=request.statistics is None)
         if written + kept.writing > room:
-            return f"the output takes {_gb(written)} and what is kept beside it until it is written {_gb(kept.writing)}"
-        hidden = kept.calibrating(min(done, kept.layers))
-        return f"what calibration keeps takes {_gb(hidden)}" if hidden > room else None
+            return (
+                f"{beside} has room for {_gb(room)}, and the output takes {_gb(written)} and what is kept beside it "
+                f"until it is written {_gb(kept.writing)}"
+            )
+        hidden, now = kept.calibrating(min(done, kept.layers)), room - staged
+        if hidden > now:
+            return f"{beside} has room for {_gb(now)}, and what calibration keeps takes {_gb(hidden)}"
+        return None
 
     wanted = tokens_of(planned, request.calibration_tokens, max(1, len(request.calibration)))
     without, calibration = lack(Tokens(0, 0, 0, 0)), planned.recipe.calibration
@@ -64,7 +70,7 @@ def check_space(request: ConvertRequest, planned: ConversionPlan, source: Source
         lacking = lack(tokens_in(planned, *contexts.shape, refit=wanted.refit))
     if lacking is not None:
         fewer = "" if without else ", or calibrate on fewer tokens (--calibration-tokens)"
-        raise OutputError(f"{beside} has room for {_gb(room)}, and {lacking}", _ROOM + fewer)
+        raise OutputError(lacking, _ROOM + fewer)
 
 
 def _existing(folder: Path) -> Path:

@@ -17,9 +17,9 @@ from tests.test_plan import spec
 from tests.tiny import save_source, tiny_llama
 
 
-def work(recipe: str | Recipe = "default", source: SourceSpec | None = None, *, calibrated: bool = False) -> Work:
+def work(recipe: str | Recipe = "default", source: SourceSpec | None = None, **how: bool) -> Work:
     method = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    return conversion_work(make_plan(source or spec(), recipe=method), calibrated)
+    return conversion_work(make_plan(source or spec(), recipe=method), **how)
 
 
 def test_a_calibration_takes_its_tokens_times_twice_and_four_times_the_weights() -> None:
@@ -31,6 +31,13 @@ def test_a_calibration_takes_its_tokens_times_twice_and_four_times_the_weights()
     half = replace(recipe, calibration=CalibrationRecipe(recipe.calibration.tokens // 2, recipe.calibration.context))
     assert work(half).calibrate == pytest.approx(work().calibrate / 2)
     assert work("forward").calibrate < 0.7 * work().calibrate  # no backward pass
+
+
+def test_a_layer_at_a_time_with_gradients_the_forward_pass_is_computed_once_more() -> None:
+    """Of three passes in place of two, and the moments are as they were."""
+    assert 1.3 < work(by_layer=True).calibrate / work().calibrate < 1.5
+    assert work(by_layer=True).solve == work().solve
+    assert work("forward", by_layer=True) == work("forward")
 
 
 def test_the_weights_that_a_token_meets_are_those_of_a_forward_pass(tmp_path) -> None:

@@ -16,6 +16,15 @@ def test_a_platform_without_mallopt_is_left_alone(monkeypatch):
     memory.release_freed_memory()
 
 
+def test_a_model_fills_a_memory_of_which_it_takes_more_than_its_share(monkeypatch):
+    class Machine:
+        total = 10**10
+
+    monkeypatch.setattr(memory.psutil, "virtual_memory", Machine)
+    assert not memory.fills_memory(10**9)  # 4 GB in float32 of 10
+    assert memory.fills_memory(10**9 + 1)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is glibc's")
 def test_the_options_are_those_of_malloc_h(monkeypatch):
     class Library:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mla_convert.errors import VerificationError
 from mla_convert.export.reference import PaperAttention
 from mla_convert.export.reload import ReloadCheck, check_tolerance, compare_logits
+from mla_convert.memory import release_freed_memory
 from mla_convert.mla import MLAConfig, MLAForCausalLM, MLAWeights
 from mla_convert.mla.modeling_mla import MLARotaryEmbedding
 from mla_convert.sources import Source
@@ -54,6 +55,7 @@ def verify_layerwise(
     (expected,) = reference.embed(input_ids)
     expected = expected.to(dtype).float() if source.spec.block.learned_positions == 0 else expected
     found = written.embed(input_ids, positions)
+    release_freed_memory()
     for i in range(source.spec.num_layers):
         with reference.layer(i) as layer:
             layer.to(dtype).float()
@@ -61,6 +63,7 @@ def verify_layerwise(
             expected = layer(expected, **theirs[i])
         found = written.layer(i)(found, **mine[i])
         written.drop(f"model.layers.{i}.")
+        release_freed_memory()  # tensors of many sizes come and go, and each would find no place that is large enough
     with reference.head() as model:
         model.model.norm.to(dtype).float()
         model.lm_head.to(dtype).float()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from mla_convert.errors import OutputError, SourceError
 from mla_convert.export.folder import sole_run
 from mla_convert.mla import MLAConfig
+from mla_convert.sources import Source
 from mla_convert.sources.safetensors_reader import SafetensorsCheckpoint
 from tests.cli.conftest import Answer
 
@@ -84,8 +85,12 @@ def digests(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("command", WRITERS)
 @pytest.mark.parametrize("left", ["for a part of the weights", "for all of the weights"])
-def test_a_full_disk(write, disk, tiny_folder, converted, tmp_path, command, left) -> None:
-    """Each command first with room for everything, to know how much it writes; then with less."""
+def test_a_full_disk(write, disk, monkeypatch, tiny_folder, converted, tmp_path, command, left) -> None:
+    """Each command first with room for everything, to know how much it writes; then with less.
+
+    That a conversion will not fit is left to be found out here, as where something else fills the disk meanwhile.
+    """
+    monkeypatch.setattr("mla_convert.pipeline.check_space", lambda *_: None)
     assert write(command, tmp_path / "whole").code == 0
     weights = (tmp_path / "whole" / WEIGHTS).stat().st_size
     kept = 2 * weights if command != "export" else 0  # beside the output until it is there
@@ -99,6 +104,22 @@ def test_a_full_disk(write, disk, tiny_folder, converted, tmp_path, command, lef
     assert "space" in answer.err.splitlines()[1]
     assert unfinished(place) == []
     assert (digests(tiny_folder), digests(converted)) == model
+
+
+@pytest.mark.parametrize("left", ["for a part of the weights", "for all of the weights"])
+def test_a_conversion_that_will_not_fit_does_not_begin(write, disk, monkeypatch, tmp_path, left) -> None:
+    """It says how much there is and how much it takes, reads no weight and makes no file."""
+    assert write("convert", tmp_path / "whole").code == 0
+    weights = (tmp_path / "whole" / WEIGHTS).stat().st_size
+    place = disk(f"size={weights // 2 if left == 'for a part of the weights' else weights + 8192}")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(Source, "tensor", refuse)
+    said = "the output takes" if left == "for a part of the weights" else "kept beside it until it is written"
+    check(write("convert", place / "out"), OutputError, str(place), "GB", said, "free some disk space")
+    assert list(place.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", WRITERS)

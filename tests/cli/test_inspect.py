@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from mla_convert.errors import UnsupportedArchitectureError
@@ -34,6 +36,26 @@ def test_only_the_whole_cache_is_exact(cli, tiny_folder) -> None:
     disks = [budget["disk_bytes"] for budget in budgets]
     assert disks == sorted(disks, reverse=True)
     assert all(budget["memory_bytes"] > budget["disk_bytes"] for budget in budgets)
+
+
+def test_what_it_takes_is_of_the_way_that_this_machine_would_choose(cli, tiny_folder, monkeypatch) -> None:
+    for total, chosen, said in (
+        (2**50, "whole", "working on the whole model"),
+        (2**10, "low_memory", "working a layer at a time"),
+    ):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda total=total: SimpleNamespace(total=total))
+        for command in ("inspect", "plan"):
+            facts = cli(command, tiny_folder, "--json").json()
+            assert facts["low_memory"] == (chosen == "low_memory")
+            for row in facts["budgets"]:
+                assert set(row["ways"]) == {"whole", "low_memory"}
+                way = row["ways"][chosen]
+                assert row["low_memory"] == facts["low_memory"]
+                assert (row["memory_bytes"], row["scratch_bytes"]) == (way["memory_bytes"], way["scratch_bytes"])
+                assert row["disk_bytes"] < way["disk_and_scratch_bytes"] <= row["disk_bytes"] + way["scratch_bytes"]
+            shown = " ".join(cli(command, tiny_folder).out.split())
+            assert said in shown
+            assert "scratch" in shown
 
 
 def test_what_norms_of_keys_cost_is_said(cli, normed) -> None:
