@@ -9,8 +9,8 @@ Holding the whole model of W weights, beside the statistics of all layers (:mod:
 - calibration: 4·W; of each layer 4 bytes each of 10·D + 6·(H + 2·G)·K + 4·I numbers a token, which the backward pass of
   one context keeps; the scores of one layer, 12·H·S²; and 28 bytes for each word of the vocabulary at 128 positions;
 - verification, where weight files are small enough for it, and otherwise as below: the converted attention in float32;
-  beside it first the source's decoder around attention in float64, or then the written model in float32; and its file,
-  which is mapped.
+  beside it first the source's decoder around attention in float64, then the written model in float32, and in the dtype
+  that it is written in where that is another.
 
 A layer at a time, where nothing grows with the number of layers:
 
@@ -23,9 +23,12 @@ In both ways a layer's solution takes ten matrices of J², its attention three t
 tokens some ten times 4·S"·D bytes beside it; and writing takes a table. Of two tables in turn both count where they are
 below 1 GiB, for malloc keeps what is freed; one that is not stored in float32 is there in both dtypes while it is read.
 
-On a CPU with one thread and 2,048 tokens of calibration, SmolLM2-135M at half its cache from its GGUF file took, in MB
-of 10^6 bytes, and in brackets what this says: `default` whole 2,785 (2,821) and a layer at a time 1,289 (1,264), `forward`
-2,297 (2,319) and 1,026 (996), `fast` 2,791 (2,821) and 1,302 (1,264).
+On a CPU with one thread, in MB of 10^6 bytes, in brackets what this says. SmolLM2-135M from its GGUF file, 2,048 tokens
+of calibration, whole: `default` 2,785 (2,821), `forward` 1,733 (1,744), `fast` 2,791 (2,821), `exact` 1,929 (1,958); a
+layer at a time 1,289 (1,264), 996 (996), 1,302 (1,264), 990 (996). A random Llama of four layers of width 3,072 (0.55
+billion weights), 1,024 tokens, written in bfloat16: `default` whole 5,664 (5,767); a layer at a time `default` 2,389
+(2,445), `forward` 2,059 (2,445). Too low by a third there: `exact` at its full rank, 4,255 (2,936). Larger ones and GPUs
+are untried.
 """
 
 from __future__ import annotations
@@ -89,7 +92,8 @@ def estimate(plan: ConversionPlan, dtype: str, file_bytes: int, *, mapped: bool 
 
     def way(by_layer: bool) -> Way:
         kept = scratch(plan, tokens, by_layer=by_layer)
-        peak = _by_layer(plan, tokens) if by_layer else _whole(plan, tokens, output, file_bytes <= VERIFIED)
+        read_beside = 0 if dtype == "float32" else output
+        peak = _by_layer(plan, tokens) if by_layer else _whole(plan, tokens, read_beside, file_bytes <= VERIFIED)
         return Way(base + peak, kept.most, disk_bytes(kept, output))
 
     return Estimate(output, plan.source.num_layers * layer_statistics(plan), way(False), way(True))
@@ -107,7 +111,7 @@ def disk_bytes(kept: Scratch, output: int, done: int = 0) -> int:
     return max(kept.calibrating(done), kept.converting, kept.writing + output)
 
 
-def _whole(plan: ConversionPlan, tokens: Tokens, output: int, verified: bool) -> int:
+def _whole(plan: ConversionPlan, tokens: Tokens, read_beside: int, verified: bool) -> int:
     spec = plan.source
     source, others = _others(spec) + spec.num_layers * source_attention(spec), _others(spec)
     attention = sum(converted_attention(spec, shape) for shape in plan.layers)
@@ -116,8 +120,8 @@ def _whole(plan: ConversionPlan, tokens: Tokens, output: int, verified: bool) ->
         layers = spec.num_layers if plan.recipe.needs_gradients else 1
         sums = spec.num_layers * _moments(spec) - statistics
         calibrate = 4 * source + sums + layers * _activations(spec, tokens.context) + _once(plan, tokens.context)
-    both = max(4 * others + 8 * attention, 4 * (others + attention))
-    verify = 4 * attention + both + output if verified else _verification(plan)
+    both = max(4 * others + 8 * attention, 4 * (others + attention) + read_beside)
+    verify = 4 * attention + both if verified else _verification(plan)
     one = _solution(plan) + _refit(spec, tokens) + (4 * _largest_layer(spec) if tokens.refit else 0)
     return statistics + max(4 * source if verified else 0, calibrate, one, _table(spec) + _layer(plan), verify)
 
