@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mla_convert.calibrate.statistics import LayerStatistics
 from mla_convert.layer_store import LayerStore
+from mla_convert.memory import release_freed_memory
 from mla_convert.mla import MLAWeights
 from mla_convert.plan import ConversionPlan
 from mla_convert.progress import Progress, silent
@@ -59,6 +60,7 @@ def convert_layers(
     if recipe.refit is None or contexts is None:
         for i in range(first, layers):
             store.save(i, converted(i, LayerRefit()))
+            release_freed_memory()
             progress("convert", i + 1, layers)
         return
     if first == layers:
