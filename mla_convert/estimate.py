@@ -19,9 +19,10 @@ A layer at a time, where nothing grows with the number of layers:
 - verification: a table, and the larger of another one and of two layers in float32, the source's and the written one,
   with the attention in float64.
 
-In both ways a layer's solution takes ten matrices of J², its attention three times and A twice, in float64; a refit on S"
-tokens some ten times 4·S"·D bytes beside it; and writing takes a table. Of two tables in turn both count where they are
-below 1 GiB, for malloc keeps what is freed; one that is not stored in float32 is there in both dtypes while it is read.
+In both ways a layer's solution takes ten matrices of J², its attention three times and A twice, in float64; a refit on
+S" tokens some ten times 4·S"·D bytes beside it; and writing takes a table. Of two tables in turn both count where they
+are below 1 GiB, for malloc keeps what is freed; one that is not stored in float32 is there in both dtypes while it is
+read.
 
 On a CPU with one thread, in MB of 10^6 bytes, in brackets what this says. SmolLM2-135M from its GGUF file, 2,048 tokens
 of calibration, whole: `default` 2,785 (2,821), `forward` 1,733 (1,744), `fast` 2,791 (2,821), `exact` 1,929 (1,958); a
