@@ -23,10 +23,11 @@ INTRODUCTION = """\
 # The command line
 
 Results go to standard output, progress, warnings and errors to standard error. With `--json` standard output is one
-JSON object. A failure is two lines, `error:` with what is wrong and `try:` with what to do, and an exit code above 0;
-what was being written is removed. Interrupted with Ctrl-C or asked to terminate, a command exits with 130 and says what
-it kept, if anything, and the command to go on with. `mla-convert COMMAND --help` prints the same as this page, which
-`python docs/generate_cli.py` writes.
+JSON object. A failure is two lines on standard error, `error:` with what is wrong and `try:` with what to do, nothing
+on standard output, and an exit code above 0; what was being written is removed, but not what `convert` and `heal` go
+on from: the same command does, and what they keep lies beside OUT under names that begin with `.OUT`. Interrupted
+with Ctrl-C or asked to terminate, a command exits with 130 and says what it kept, if anything, and the command to go
+on with. `mla-convert COMMAND --help` prints the same as this page, which `python docs/generate_cli.py` writes.
 """
 
 

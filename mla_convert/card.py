@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import yaml
 
 from mla_convert.features import BELOW, FULL_RANK
+from mla_convert.text_ref import is_file_ref
 
 CARD_NAME = "README.md"
 
@@ -66,12 +68,19 @@ def _result(row: Mapping[str, Any]) -> dict[str, Any]:
     """A measured perplexity in the form of the hub's model index."""
     text = str(row["text"])
     dataset = text if text.startswith("builtin:") else re.split("[:@#]", text)[0]
+    if is_file_ref(text):  # which is no dataset of the hub
+        dataset, text = "text", _text_name(text)
     how = "".join(f", {key} {row[key]:,}" for key in ("context", "tokens") if row.get(key) is not None)
     return {
         "task": {"type": "text-generation", "name": "Text generation"},
         "dataset": {"type": dataset, "name": text},
         "metrics": [{"type": "perplexity", "name": f"Perplexity{how}", "value": row["perplexity"]}],
     }
+
+
+def _text_name(ref: str) -> str:
+    """The names of texts without the folders of files: where those lie says nothing to others; digests tell them."""
+    return " + ".join(PurePath(part).name if is_file_ref(part) else part for part in ref.split(" + "))
 
 
 def _title(ref: str) -> str:
@@ -207,9 +216,13 @@ def _measured_table(measurements: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "| " + " | ".join(title for _, title in columns) + " |",
         "|" + "---|" * len(columns),
-        *("| " + " | ".join(_figure(row.get(key)) for key, _ in columns) + " |" for row in measurements),
+        *("| " + " | ".join(_cell(row, key) for key, _ in columns) + " |" for row in measurements),
     ]
     return "\n".join(lines)
+
+
+def _cell(row: Mapping[str, Any], key: str) -> str:
+    return _figure(_text_name(str(row[key])) if key == "text" and key in row else row.get(key))
 
 
 def _figure(value: Any) -> str:
@@ -223,16 +236,17 @@ def _figure(value: Any) -> str:
 
 def _recipe(record: Mapping[str, Any]) -> str:
     text = yaml.safe_dump(record["recipe"], sort_keys=False, allow_unicode=True)
-    calibration = record["calibration"]
-    used = (
-        f"Calibration: {calibration['tokens']:,} tokens of `{calibration['ref']}` (sha256 {calibration['digest']})."
-        if calibration
-        else "No calibration text was used."
-    )
+    used = "No calibration text was used."
+    if calibration := record["calibration"]:
+        used = f"Calibration: {_text_used(calibration)}"
     if refit := record.get("refit"):
-        used += f" Refits: {refit['tokens']:,} tokens of `{refit['ref']}` (sha256 {refit['digest']})."
+        used += f" Refits: {_text_used(refit)}"
     seeds = ", ".join(f"{name} {seed}" for name, seed in record["seeds"].items())
     return f"```yaml\n{text}```\n\n{used}" + (f" Seeds: {seeds}." if seeds else "")
+
+
+def _text_used(text: Mapping[str, Any]) -> str:
+    return f"{text['tokens']:,} tokens of `{_text_name(text['ref'])}` (sha256 {text['digest']})."
 
 
 def _limits(record: Mapping[str, Any]) -> str:

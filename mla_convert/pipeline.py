@@ -66,6 +66,15 @@ def plan(request: ConvertRequest) -> ConversionPlan:
     return _prepare(request)[1]
 
 
+def check_tokenizer(request: ConvertRequest) -> None:
+    """Check that the source's tokenizer can be loaded, which a conversion needs.
+
+    Raises:
+        SourceError: it cannot.
+    """
+    open_source(request.source, revision=request.revision, token=request.token).load_tokenizer()
+
+
 def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[str, Any]:
     """Convert and write ``request.out``; return what its conversion.json says.
 
@@ -130,6 +139,7 @@ def convert(request: ConvertRequest, progress: Progress | None = None) -> dict[s
             del layer  # or it would live on while the next one is read
             yield i, weights
             del weights
+            release_freed_memory()
 
     with staged_folder(request.out, request.overwrite) as folder:
         started = time.perf_counter()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from mla_convert.calibrate.statistics import Statistics, load_statistics
 from mla_convert.calibrate.statistics_file import is_statistics
 from mla_convert.devices import computing_devices
-from mla_convert.errors import UsageError
+from mla_convert.errors import StatisticsError, UsageError
 from mla_convert.plan import ConversionPlan
 from mla_convert.recipe import Recipe
 from mla_convert.sources import Source
 from mla_convert.spec import OutputFormat, StockRope
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,16 @@ def check_request(request: ConvertRequest, planned: ConversionPlan) -> None:
     recipe = planned.recipe
     computing_devices(request.devices)
     _check_files(request, recipe)
-    if request.statistics is not None and not request.calibration and (recipe.refits or recipe.heal is not None):
+    if request.statistics is None:
+        return
+    reads = "refits" if recipe.refits else "heals" if recipe.heal is not None else None
+    if reads is not None and not request.calibration:
         raise UsageError(
-            f"the recipe {recipe.name} trains on text, and --statistics holds none",
+            f"the recipe {recipe.name} {reads} on text, and --statistics holds none",
             "name the text with --calibration, besides",
         )
+    if reads is None and request.calibration:
+        logger.warning("--calibration is not read: the recipe %s needs --statistics only", recipe.name)
 
 
 def given_statistics(path: Path, source: Source, recipe: Recipe) -> Statistics:
@@ -96,3 +105,11 @@ def _check_files(request: ConvertRequest, recipe: Recipe) -> None:
         raise UsageError(f"--save-statistics {saved} lies in the source", "choose another place")
     if saved.is_dir() or (saved.exists() and not is_statistics(saved)):
         raise UsageError(f"--save-statistics {saved} exists and is not a file of statistics", "choose another name")
+    folder = next(above for above in saved.absolute().parents if above.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise StatisticsError(
+            f"--save-statistics {saved} cannot be written: {error.strerror or error}", "choose another place"
+        ) from error

@@ -19,7 +19,7 @@ from mla_convert.errors import OutputError
 from mla_convert.estimate import output_bytes
 from mla_convert.plan import ConversionPlan
 from mla_convert.request import ConvertRequest
-from mla_convert.scratch import Tokens, scratch, tokens_in, tokens_of
+from mla_convert.scratch import Tokens, layer_statistics, scratch, tokens_in, tokens_of
 from mla_convert.sources import Source
 
 _ROOM = "free some disk space, or choose an OUT on another disk"
@@ -68,6 +68,13 @@ def check_space(request: ConvertRequest, planned: ConversionPlan, source: Source
         asked = request.calibration_tokens or calibration.tokens
         contexts, _ = calibration_contexts(request, source, planned.recipe, asked)
         lacking = lack(tokens_in(planned, *contexts.shape, refit=wanted.refit))
+    if request.save_statistics is not None:
+        folder, size = _existing(request.save_statistics.parent), planned.source.num_layers * layer_statistics(planned)
+        if size > (free := _free(folder) + _taken([request.save_statistics])):
+            raise OutputError(
+                f"{folder} has {_gb(free)} free, and the statistics to save take {_gb(size)}",
+                "free some disk space, or choose another place for --save-statistics",
+            )
     if lacking is not None:
         fewer = "" if without else ", or calibrate on fewer tokens (--calibration-tokens)"
         raise OutputError(lacking, _ROOM + fewer)

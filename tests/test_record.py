@@ -223,16 +223,21 @@ def test_the_card_of_an_older_record_is_still_made() -> None:
 def test_the_hub_reads_the_metadata_and_the_measured_perplexities() -> None:
     source = replace(FACTS.source, licence={"license": "other", "license_name": "acme-1", "license_link": "LICENSE"})
     data_row = {"text": "acme/stories:small@test#body", "context": None, "tokens": 64, "perplexity": 21.5}
+    private = {"text": "/data/unpublished/text.txt", "context": None, "tokens": 64, "perplexity": 30.5}
     unmeasured = {"text": "c.txt", "context": 8, "tokens": 8, "kl": 0.1}
-    card = model_card(build_record(replace(FACTS, source=source, measurements=(MEASURED, data_row, unmeasured))))
+    card = model_card(
+        build_record(replace(FACTS, source=source, measurements=(MEASURED, data_row, private, unmeasured)))
+    )
     found = ModelCard(card, ignore_metadata_errors=False).data
     assert (found.base_model, found.base_model_relation) == ("acme/tiny-llama", "finetune")
     assert (found.license, found.license_name, found.license_link) == ("other", "acme-1", "LICENSE")
     assert found.pipeline_tag == "text-generation"
     assert [(row.dataset_type, row.dataset_name, row.metric_type, row.metric_value) for row in found.eval_results] == [
-        ("a.txt", "a.txt", "perplexity", 34.5678),
+        ("text", "a.txt", "perplexity", 34.5678),
         ("acme/stories", "acme/stories:small@test#body", "perplexity", 21.5),
+        ("text", "text.txt", "perplexity", 30.5),  # where a file lay says nothing to others
     ]
+    assert "/data" not in card
     assert found.eval_results[0].metric_name == "Perplexity, context 512, tokens 30,208"
 
 

@@ -248,7 +248,7 @@ def test_the_walk_is_made_once_and_its_text_is_asked_for_with_saved_statistics_t
     assert all(torch.equal(value, stored[1][name]) for name, value in stored[0].items())
     with pytest.raises(TextError):
         convert(replace(again, out=tmp_path / "no", calibration=("./absent.txt",)))
-    with pytest.raises(UsageError, match="trains on text"):
+    with pytest.raises(UsageError, match="refits on text"):
         convert(replace(again, out=tmp_path / "no", calibration=()))
     assert convert(replace(again, calibration_tokens=512, overwrite=True))["refit"]["tokens"] == 512
     assert walks == [1024, 1024, 512]

@@ -39,6 +39,7 @@ from mla_convert.calibrate.recorder import LayerRecorder
 from mla_convert.calibrate.rows import RowFile
 from mla_convert.calibrate.statistics import Provenance, Statistics, StoredLayers, save_statistics
 from mla_convert.errors import OutputError
+from mla_convert.memory import release_freed_memory
 from mla_convert.progress import Progress, silent
 from mla_convert.sources.streamed import StreamedDecoder
 from mla_convert.spec import SourceSpec
@@ -208,6 +209,7 @@ class _Run:
             finally:
                 for at in recorded:
                     del at.layer.self_attn.calibration_recorder
+        release_freed_memory()  # what the layer's weights took
 
     def _gradients_at_the_end(self) -> None:
         """Write the loss's gradients at the last layer's outputs."""

@@ -52,6 +52,8 @@ class StatisticsFile:
             self._numbers: list[dict[str, Any]] = [dict(numbers) for numbers in json.loads(metadata["counts"])]
             self._tensors = SafetensorsCheckpoint(read_header(path), (path,))
             self._stored = self._by_layer()
+        except FileNotFoundError as error:
+            raise StatisticsError(f"there is no file of statistics {path}", "check the path") from error
         except _DAMAGED as error:
             raise self._damaged(error) from error
         self.names = tuple(
@@ -68,6 +70,8 @@ class StatisticsFile:
         try:
             for name in self._stored[layer]:
                 value = self._tensors.read(f"{layer}.{name}")
+                if not bool(value.isfinite().all()):
+                    raise ValueError(f"{layer}.{name} holds numbers that are not finite")
                 values[name] = torch.view_as_complex(value) if name in _COMPLEX else value
         except _DAMAGED as error:
             raise self._damaged(error) from error
@@ -120,7 +124,8 @@ def write_statistics_file(
         if not isinstance(error, OSError):
             raise
         raise StatisticsError(
-            f"the statistics cannot be written to {path}: {error}", "free space there, or choose another place"
+            f"the statistics cannot be written to {path}: {error.strerror or error}",
+            "free space there, or choose another place",
         ) from error
 
 

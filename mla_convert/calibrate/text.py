@@ -18,6 +18,7 @@ from jaxtyping import Int
 from torch import LongTensor, Tensor
 
 from mla_convert.errors import TextError
+from mla_convert.text_ref import is_file_ref
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def read_text(ref: str, *, max_chars: int | None = None) -> Text:
     """
     if ref.startswith("builtin:"):
         text = _read_builtin(ref)[:max_chars]
-    elif Path(ref).exists() or _looks_like_path(ref):
+    elif is_file_ref(ref):
         text = _read_file(Path(ref), max_chars)
     else:
         text = _read_dataset(ref, max_chars)
@@ -89,8 +90,8 @@ def windows(
     available = len(ids) // context
     if available == 0:
         raise TextError(
-            f"the text has {len(ids)} tokens, fewer than one context of {context}",
-            "give a longer text or a shorter context",
+            f"the text is too short for one context of {context} tokens: it has {len(ids)}",
+            "give a longer text or a shorter context (--context; in a recipe, calibration.context)",
         )
     contexts = torch.as_tensor(ids[: available * context], dtype=torch.long).view(available, context)
     if seed is not None:
@@ -149,10 +150,6 @@ def _read_builtin(ref: str) -> str:
             "this Python was built without its language reference (pydoc_data)", "give a text file"
         ) from error
     return "\n\n".join(topics[name] for name in sorted(topics))
-
-
-def _looks_like_path(ref: str) -> bool:
-    return ref.startswith(("/", "./", "../", "~")) or Path(ref).suffix in {".txt", ".md", ".rst", ".jsonl"}
 
 
 def _read_file(path: Path, max_chars: int | None) -> str:

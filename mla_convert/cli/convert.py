@@ -146,6 +146,12 @@ def convert(
 
     with screen(as_json=json, quiet=quiet, verbose=verbose) as console:
         check_push(push_to_hub, private)
+        from mla_convert.export.folder import check_output
+        from mla_convert.recipe import load_recipe
+
+        load_recipe(recipe, tuple(set or ()))  # what can be refused before torch, which takes seconds to load
+        if not dry_run:
+            check_output(out, overwrite=overwrite)
         from mla_convert import pipeline
         from mla_convert.complete import convert_and_heal
 
@@ -175,15 +181,12 @@ def convert(
         plan = pipeline.plan(request)
         facts = describe_plan(plan)
         if dry_run:
+            pipeline.check_tokenizer(request)
             console.result({"source": source, "out": str(out), "dry_run": True, "plan": facts})
             _show_plan(console, source, facts)
             return
         console.if_interrupted(f"nothing was kept, and nothing is left of {out}", out)
         console.silence_loading()
-        if push_to_hub is not None:
-            from mla_convert.export.folder import check_output
-
-            check_output(out, overwrite=overwrite)
         repository = claim_for(push_to_hub, private=private, token=token)
         with console.progress() as progress:
             record = convert_and_heal(request, progress, bf16=bf16)

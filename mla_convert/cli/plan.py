@@ -111,6 +111,10 @@ def _show(out: Screen, facts: dict[str, Any], spec: SourceSpec) -> None:
         out.line(note)
 
 
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
 def _kind(cost: dict[str, Any], spec: SourceSpec) -> tuple[str, ...]:
     own = ", the source" if cost["kind"] == spec.attention_kind else ""
     change = f"{100 * cost['change']:+.2f} %"
@@ -175,7 +179,7 @@ def _notes(facts: dict[str, Any], spec: SourceSpec) -> Iterator[str]:
         yield (
             f"A conversion to {time['cache']:g} takes an estimated {duration(time['seconds'])} here ({stages}): from "
             f"its operations, at the {rate} of a product that was measured now, on "
-            f"{time['threads']} threads; reading and writing files come on top."
+            f"{_threads(time['threads'])}; reading and writing files come on top."
         )
     yield f"{takes(facts['low_memory'])} For the source, disk is its files."
     problems = [row for row in facts["budgets"] if "error" in row]

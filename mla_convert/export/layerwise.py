@@ -68,6 +68,7 @@ def verify_layerwise(
         model.model.norm.to(dtype).float()
         model.lm_head.to(dtype).float()
         wanted = model.logits_of(model.model.norm(expected))
+    release_freed_memory()
     answers = written.head(found)
     written.check_all_read()
     check = compare_logits(answers, wanted)
@@ -91,8 +92,7 @@ class _Written:
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         self._fill("model.embed")
         hidden = self.model.model.embed(self.model.model.embed_tokens(input_ids), positions)
-        if not self.model.config.tie_word_embeddings:
-            self.drop("model.embed")
+        self.drop("model.embed")
         return hidden
 
     def layer(self, index: int) -> nn.Module:
@@ -102,6 +102,7 @@ class _Written:
     def head(self, hidden: Tensor) -> Tensor:
         self._fill("model.norm.")
         if self.model.config.tie_word_embeddings:
+            self._fill("model.embed_tokens.", again=True)
             self.model.lm_head.weight = self.model.model.embed_tokens.weight
         else:
             self._fill("lm_head.")
@@ -120,9 +121,9 @@ class _Written:
                 f"{self._folder} holds tensors that its class has not: {sorted(self._left)[:3]}", _REMEDY
             )
 
-    def _fill(self, prefix: str) -> None:
+    def _fill(self, prefix: str, *, again: bool = False) -> None:
         for name, parameter in self._parameters(prefix).items():
-            if name not in self._left:
+            if not again and name not in self._left:
                 raise VerificationError(f"{self._folder} lacks {name}", _REMEDY)
             self._left.discard(name)
             value = self._checkpoint.read(name).float()

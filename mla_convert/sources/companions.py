@@ -127,6 +127,8 @@ def _auto_tokenizer(folder: Path, shown: Path, **options: str) -> PreTrainedToke
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
     except Exception as error:  # of a damaged tokenizer.json the tokenizers library raises no narrower one
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, KeyError):
+            first_line = f"it lacks {first_line}"
         raise SourceError(
             f"no tokenizer can be loaded from '{shown}': {first_line}",
             "put the model's tokenizer.json and tokenizer_config.json beside its weights",

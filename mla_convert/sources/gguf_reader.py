@@ -84,7 +84,7 @@ def _parsed(path: Path, _size: int, _modified: int) -> GGUFReader:
     try:
         reader = _plain_reader()(path)
     except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
-        raise SourceError(f"'{path}' is truncated or damaged: {error}", "fetch the file again") from error
+        raise SourceError(f"'{path}' is truncated or damaged ({error})", "fetch the file again") from error
     count = reader.get_field("split.count")
     if count is not None and int(count.contents()) > 1:
         raise SourceError(

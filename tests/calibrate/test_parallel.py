@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mla_convert.calibrate.accumulate import LayerAccumulator
@@ -20,6 +21,8 @@ from mla_convert.calibrate.parallel import on_each, shares
 from mla_convert.calibrate.recorder import LayerRecorder
 from mla_convert.calibrate.statistics import Provenance
 from mla_convert.mla import MLAWeights
+from mla_convert.pipeline import ConvertRequest
+from mla_convert.pipeline import convert as convert_source
 from mla_convert.plan import make_plan
 from mla_convert.recipe import RefitRecipe, load_recipe
 from mla_convert.refit import LayerRefit, refit_layers
@@ -158,3 +161,33 @@ def test_a_streamed_run_stays_on_its_device(make: Callable[[], Any], tmp_path: P
         for found, after in refit_layers(source, contexts(6), refit, convert, device="meta"):
             assert found.output is not None
             assert found.output.device == after[1].device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("low_memory", [False, True], ids=["whole", "low-memory"])
+def test_a_conversion_on_two_devices_differs_by_rounding(tmp_path: Path, low_memory: bool) -> None:
+    """Refits on the first of them included."""
+    source, text = save_source(tiny_llama(), tmp_path / "source"), tmp_path / "text.txt"
+    text.write_text("".join(f"Line {i}: the cat sat on mat {i * i} and saw {i % 7} dogs.\n" for i in range(120)))
+    made = []
+    for name, devices in (("one", ()), ("two", ("cpu", "cpu"))):
+        out = tmp_path / name
+        convert_source(
+            ConvertRequest(
+                str(source), out, "fast", calibration=(str(text),), calibration_tokens=512,
+                low_memory=low_memory, devices=devices,
+            )
+        )  # fmt: skip
+        made.append(projections(out))
+    assert len(made[0]) == 2
+    for mine, theirs in zip(*made, strict=True):
+        close = max((x - y).abs().max().item() for x, y in zip(mine, theirs, strict=True))
+        assert close <= 1e-4
+
+
+def projections(out: Path) -> list[list[torch.Tensor]]:
+    """Each layer's products W_UK W_DKV, which no sign of a latent's channel changes, and W_O."""
+    tensors, layers = load_file(out / "model.safetensors"), []
+    while (down := tensors.get(f"model.layers.{len(layers)}.self_attn.kv_a_proj_with_mqa.weight")) is not None:
+        up = tensors[f"model.layers.{len(layers)}.self_attn.kv_b_proj.weight"]
+        layers.append([up @ down[: up.shape[1]], tensors[f"model.layers.{len(layers)}.self_attn.o_proj.weight"]])
+    return layers

@@ -206,7 +206,7 @@ def test_no_special_tokens_and_no_warning_about_length(caplog):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context": 100}, "11 tokens"),
+        ({"context": 100}, "it has 11"),
         ({"context": 4, "max_tokens": 3}, "do not fill"),
         ({"context": 1}, "predicts nothing"),
     ],

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 
@@ -58,6 +59,14 @@ def test_a_dry_run_plans_within_the_budget_and_writes_nothing(cli, tiny_folder, 
     assert answer["plan"]["source_cached_per_token_layer"] == KV_WIDTH
     assert len(answer["plan"]["layers"]) == LAYERS
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_finds_what_the_conversion_would_end_on(cli, tiny_folder, tmp_path) -> None:
+    source = shutil.copytree(tiny_folder, tmp_path / "source")
+    (source / "tokenizer.json").write_text("{}")
+    failed = cli("convert", source, tmp_path / "out", "--dry-run")
+    assert failed.code != 0
+    assert "no tokenizer can be loaded" in failed.err
 
 
 def test_a_dry_run_takes_given_sizes(cli, tiny_folder, tmp_path) -> None:
