@@ -109,7 +109,9 @@ def interrupt(monkeypatch):
 
         monkeypatch.setattr(name, stopped)
 
-    return install
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    yield install
+    signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupted_conversion_says_what_is_kept_and_how_to_go_on(cli, tiny_folder, tmp_path, interrupt) -> None:

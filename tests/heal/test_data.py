@@ -91,7 +91,7 @@ def test_refuses_texts_that_are_too_short(refs, changes, message):
 def test_refuses_a_text_shorter_than_one_context(refs, tmp_path):
     tiny = tmp_path / "tiny.txt"
     tiny.write_text("abc")
-    with pytest.raises(TextError, match="3 tokens"):
+    with pytest.raises(TextError, match="it has 3"):
         make([*refs, str(tiny)])
 
 
