@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -59,3 +61,18 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
     assert found.shape == expected.shape
     assert found.dtype in (torch.float64, torch.complex128)
     assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def same_sums(found: Any, expected: Any, *, rtol: float, atol: float, numbers: float) -> None:
+    """Every field of two statistics agrees: tensors to `rtol` and `atol` of their largest number, numbers to a share."""
+    assert type(found) is type(expected)
+    for field in fields(expected):
+        mine, theirs = getattr(found, field.name), getattr(expected, field.name)
+        if isinstance(theirs, Tensor):
+            assert torch.allclose(mine, theirs, rtol=rtol, atol=atol * theirs.abs().max().item()), field.name
+        elif isinstance(theirs, float | int):
+            assert mine == pytest.approx(theirs, rel=numbers), field.name
+        elif theirs is None:
+            assert mine is None
+        else:
+            same_sums(mine, theirs, rtol=rtol, atol=atol, numbers=numbers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from mla_convert.calibrate.statistics import Provenance, StoredLayers
 from mla_convert.errors import OutputError, SourceError
 from mla_convert.sources import Source, open_source
 from mla_convert.sources.streamed import StreamedDecoder
+from tests.calibrate.models import same_sums
 from tests.tiny import VOCAB_SIZE, save_source, tiny_gemma3, tiny_llama, tiny_qwen2
 from tests.tiny_families import tiny_bloom, tiny_gpt2, tiny_mixtral
 
@@ -66,18 +66,8 @@ def layerwise(source: Source, folder: Path, count: int = 10, noise: Tensor | Non
 
 
 def same(found: Any, expected: Any) -> None:
-    """Every field agrees to what another order of float32 sums leaves."""
-    assert type(found) is type(expected)
-    for field in fields(expected):
-        mine, theirs = getattr(found, field.name), getattr(expected, field.name)
-        if isinstance(theirs, Tensor):
-            assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item()), field.name
-        elif isinstance(theirs, float | int):
-            assert mine == pytest.approx(theirs, rel=1e-5), field.name
-        elif theirs is None:
-            assert mine is None
-        else:
-            same(mine, theirs)
+    """To what another order of float32 sums leaves."""
+    same_sums(found, expected, rtol=1e-4, atol=1e-5, numbers=1e-5)
 
 
 @pytest.mark.parametrize("how", ["forward", "gradients", "held out"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from mla_convert.calibrate.accumulate import LayerAccumulator
 from mla_convert.calibrate.collect import BACKWARD, collect
@@ -29,7 +27,7 @@ from mla_convert.refit import LayerRefit, refit_layers
 from mla_convert.sources import open_source
 from mla_convert.sources.streamed import StreamedDecoder
 from mla_convert.transform import convert_layer
-from tests.calibrate.models import Tiny, contexts
+from tests.calibrate.models import Tiny, contexts, same_sums
 from tests.one_device import one_device
 from tests.tiny import save_source, tiny_gemma3, tiny_llama, tiny_qwen3
 from tests.tiny_families import tiny_bloom
@@ -42,17 +40,8 @@ HOW = {
 
 
 def same(found: Any, expected: Any) -> None:
-    """Every field agrees to what another order of sums leaves; gradients came through constants of such sums."""
-    for field in fields(expected):
-        mine, theirs = getattr(found, field.name), getattr(expected, field.name)
-        if isinstance(theirs, Tensor):
-            assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7 * theirs.abs().max().item()), field.name
-        elif isinstance(theirs, float | int):
-            assert mine == pytest.approx(theirs, rel=1e-9), field.name
-        elif theirs is None:
-            assert mine is None
-        else:
-            same(mine, theirs)
+    """To what another order of float64 sums leaves; gradients came through constants of such sums."""
+    same_sums(found, expected, rtol=1e-6, atol=1e-7, numbers=1e-9)
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW.keys())
