@@ -238,6 +238,7 @@ def test_the_hub_reads_the_metadata_and_the_measured_perplexities() -> None:
         ("text", "text.txt", "perplexity", 30.5),  # where a file lay says nothing to others
     ]
     assert "/data" not in card
+    assert "| acme/stories:small@test#body |" in card
     assert found.eval_results[0].metric_name == "Perplexity, context 512, tokens 30,208"
 
 

@@ -64,7 +64,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 def same_sums(found: Any, expected: Any, *, rtol: float, atol: float, numbers: float) -> None:
-    """Every field of two statistics agrees: tensors to `rtol` and `atol` of their largest number, numbers to a share."""
+    """Every field agrees: tensors to `rtol` and `atol` of their largest number, plain numbers to a share."""
     assert type(found) is type(expected)
     for field in fields(expected):
         mine, theirs = getattr(found, field.name), getattr(expected, field.name)

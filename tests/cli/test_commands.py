@@ -69,6 +69,13 @@ def test_a_dry_run_finds_what_the_conversion_would_end_on(cli, tiny_folder, tmp_
     assert "no tokenizer can be loaded" in failed.err
 
 
+def test_a_device_that_is_not_there_is_refused(cli, tiny_folder, tmp_path) -> None:
+    refused = cli("convert", tiny_folder, tmp_path / "out", "--device", "cpu", "--device", "gpu")
+    assert refused.code == 2
+    assert "there is no device 'gpu'" in refused.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_dry_run_takes_given_sizes(cli, tiny_folder, tmp_path) -> None:
     sizes = ("--kv-rank", 24, "--rope-dim", 8)
     shape = cli("convert", tiny_folder, tmp_path / "out", *sizes, "--dry-run", "--json").json()["plan"]["layers"][0]
